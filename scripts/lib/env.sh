@@ -1,0 +1,36 @@
+# shellcheck shell=bash
+# Sourced by the scripts: finds a Python, makes the tool's environment (see bootstrap.py) and defines
+# `series`, the command line of this project. VLLM_SERIES_ROOT, VLLM_SERIES_UV and VLLM_SERIES_PYTHON are set.
+
+VLLM_SERIES_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
+export VLLM_SERIES_ROOT
+
+# Prints the first interpreter that is new enough; PYTHON overrides the search.
+find_python() {
+    local candidate found
+    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11; do
+        found="$(command -v "$candidate" 2>/dev/null)" || continue
+        if "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
+            echo "$found"
+            return 0
+        fi
+        [ -z "${PYTHON:-}" ] || break
+    done
+    if [ -n "${PYTHON:-}" ]; then
+        echo "error: PYTHON=$PYTHON is not Python 3.11 or newer" >&2
+    else
+        echo "error: no Python 3.11 or newer found" >&2
+    fi
+    echo "  fix: apt-get install python3 git ca-certificates   (Debian 12, Ubuntu 24.04 or newer)," >&2
+    echo "       or set PYTHON=/path/to/python3.11" >&2
+    return 1
+}
+
+VLLM_SERIES_PYTHON="$(find_python)" || exit 2
+export VLLM_SERIES_PYTHON
+VLLM_SERIES_UV="$("$VLLM_SERIES_PYTHON" -I "$VLLM_SERIES_ROOT/scripts/lib/bootstrap.py")" || exit $?
+export VLLM_SERIES_UV
+
+series() {
+    "$VLLM_SERIES_ROOT/.venv/bin/series" --root "$VLLM_SERIES_ROOT" "$@"
+}
