@@ -1,0 +1,185 @@
+"""Builds the kernel library and caches it under a digest of everything that can change its bytes."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vllm_series.errors import CheckFailed, FetchFailed, SeriesError
+from vllm_series.files import sha256_file, sha256_of, write_atomic
+from vllm_series.kernels import host, toolchain
+from vllm_series.kernels.inspect import check, inspect
+from vllm_series.lock_file import locked
+from vllm_series.ui import say
+from vllm_series.workspace import Workspace
+
+LIBRARY = "_dsa_C.so"
+#: Raised when this module changes how the library is built in a way that its inputs do not show.
+RECIPE = 1
+_SOURCES = (("cmake", {"*.txt", "*.cmake"}), ("overlay/csrc/dsa", {"*"}))
+_TAIL = 60  # lines of a failed compilation that are shown
+
+
+@dataclass(frozen=True)
+class KernelBuild:
+    """A built library. ``provenance`` has no machine path and no time: equal provenance means equal bytes."""
+
+    library: Path
+    sha256: str
+    provenance: dict[str, Any]
+    reused: bool = False
+
+
+def sources(ws: Workspace) -> dict[str, Path]:
+    """Return the files that the library is made of: posix path in the checkout -> path."""
+    found: dict[str, Path] = {}
+    for folder, patterns in _SOURCES:
+        for pattern in patterns:
+            for path in (ws.root / folder).rglob(pattern):
+                if path.is_file() and not path.name.startswith("."):
+                    found[path.relative_to(ws.root).as_posix()] = path
+    return dict(sorted(found.items()))
+
+
+def build(
+    ws: Workspace, *, system_nvcc: bool = False, jobs: int | None = None, force: bool = False
+) -> KernelBuild:
+    """Return the library for this machine's architecture, from the cache when no input changed.
+
+    Args:
+        ws: the checkout whose ``cmake/`` and ``overlay/csrc/dsa/`` are built.
+        system_nvcc: use the machine's nvcc instead of the pinned one.
+        jobs: compilations at a time (default: one per processor).
+        force: compile even if the cache has the result, from an empty folder.
+
+    Raises:
+        NeedsPerson: a program is missing; ``fix`` is the line to type.
+        IntegrityError: a downloaded compiler package is not the pinned one.
+        FetchFailed: network, index or disk did not deliver.
+        CheckFailed: the sources do not compile, or the result breaks a promise.
+    """
+    pin_gcc = 0 if system_nvcc else toolchain.load(ws).newest_gcc
+    tools = host.find(pin_gcc)  # before 100 MB are fetched: it may need a person
+    nvcc = toolchain.system() if system_nvcc else toolchain.pinned(ws)
+    inputs = {name: sha256_file(path) for name, path in sources(ws).items()}
+    provenance: dict[str, Any] = {
+        "recipe": RECIPE,
+        "machine": platform.machine(),
+        "nvcc": nvcc.record,
+        "host": tools.record,
+        "sources": inputs,
+    }
+    key = sha256_of(json.dumps(provenance, sort_keys=True).encode())
+    kept = ws.cache / "kernels" / key[:32]
+    try:
+        with locked(kept.parent / f".{kept.name}.lock"):
+            done = None if force else _kept(kept)
+            return done or _make(ws, nvcc, tools, provenance, kept, jobs, clean=force)
+    except OSError as err:
+        raise FetchFailed(
+            f"cannot build the kernels: {err}", fix="free some disk space, then run again"
+        ) from err
+
+
+def _kept(folder: Path) -> KernelBuild | None:
+    """Return the cached result if it is whole."""
+    library, record = folder / LIBRARY, folder / "provenance.json"
+    try:
+        provenance = json.loads(record.read_text(encoding="utf-8"))
+        digest = sha256_file(library)
+    except (OSError, ValueError):
+        return None
+    if not isinstance(provenance, dict) or provenance.get("sha256") != digest:
+        say(f"{library}: the cached library is damaged, building it again")
+        return None
+    return KernelBuild(library, digest, provenance, reused=True)
+
+
+def _make(
+    ws: Workspace,
+    nvcc: toolchain.Toolchain,
+    tools: host.HostTools,
+    provenance: dict[str, Any],
+    kept: Path,
+    jobs: int | None,
+    *,
+    clean: bool,
+) -> KernelBuild:
+    start = time.monotonic()
+    tool_key = sha256_of(json.dumps([provenance["nvcc"], provenance["host"]], sort_keys=True).encode())[:12]
+    # One folder per toolchain and checkout: after an edit ninja compiles only what changed.
+    folder = ws.work / "kernels" / tool_key
+    with locked(folder.parent / f".{tool_key}.lock"):
+        if clean and folder.exists():
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        say(f"building {LIBRARY} with nvcc {nvcc.record['nvcc']} and {tools.record['c++']}")
+        made = _compile(ws, nvcc, tools, folder, jobs or os.cpu_count() or 1)
+        facts = inspect(made)
+        check(facts)
+        digest = sha256_file(made)
+        provenance = {**provenance, "sha256": digest, "library": facts.as_dict()}
+        kept.mkdir(parents=True, exist_ok=True)
+        library = kept / LIBRARY
+        write_atomic(library, made.read_bytes(), mode=0o755)
+        write_atomic(kept / "provenance.json", json.dumps(provenance, indent=2) + "\n")
+    took, size = time.monotonic() - start, library.stat().st_size / 1024
+    say(f"built {LIBRARY} in {took:.1f} s: {size:.0f} KiB, needs glibc {facts.glibc} or newer")
+    return KernelBuild(library, digest, provenance)
+
+
+def _compile(
+    ws: Workspace, nvcc: toolchain.Toolchain, tools: host.HostTools, folder: Path, jobs: int
+) -> Path:
+    with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder.parent) as scratch:
+        env = host.environment(tools.cxx, tools.ninja) | {"TMPDIR": scratch}
+        configure: list[str | Path] = [
+            *(tools.cmake, "-G", "Ninja", "-S", ws.root / "cmake", "-B", folder),
+            f"-DCMAKE_MAKE_PROGRAM={tools.ninja}",
+            "-DCMAKE_BUILD_TYPE=Release",
+            f"-DCMAKE_CXX_COMPILER={tools.cxx}",
+            f"-DCMAKE_CUDA_HOST_COMPILER={tools.cxx}",
+            f"-DCMAKE_CUDA_COMPILER={nvcc.nvcc}",
+        ]
+        _run(configure, env, "cmake cannot set up the build", folder)
+        _run(
+            [tools.cmake, "--build", folder, "--parallel", str(jobs)],
+            env,
+            "the kernels do not compile",
+            folder,
+        )
+    return folder / "csrc" / LIBRARY
+
+
+def _run(command: list[str | Path], env: dict[str, str], what: str, folder: Path) -> None:
+    log = folder / "log.txt"
+    with log.open("w", encoding="utf-8") as out:
+        done = subprocess.run(
+            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False
+        )
+    if done.returncode:
+        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
+        raise CheckFailed(
+            f"{what}:\n" + "\n".join(tail),
+            fix=f"correct overlay/csrc/dsa (whole output: {log}), or build with --no-kernels",
+        )
+
+
+def export(build: KernelBuild, path: Path) -> None:
+    """Copy the library to ``path``.
+
+    Raises:
+        SeriesError: the place cannot be written.
+    """
+    try:
+        write_atomic(path, build.library.read_bytes(), mode=0o755)
+    except OSError as err:
+        raise SeriesError(f"cannot write {path}: {err}", fix="name another place") from err
