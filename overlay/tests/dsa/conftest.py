@@ -1,0 +1,41 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fixtures of the tests of vllm.dsa; they run in a patched tree, beside upstream's own."""
+
+import pytest
+import vllm.envs as envs
+
+SWITCHES = (
+    "VLLM_DSA",
+    "VLLM_DISABLE_INDEXER_STREAM",
+    "VLLM_INDEXER_OVERLAP",
+    "VLLM_LITETOPK",
+    "VLLM_LITEDSA",
+    "VLLM_DSA_FUSED_Q",
+    "VLLM_INDEXER_LOGITS_SLAB",
+)
+
+
+def configure_logging() -> None:
+    """Set vLLM's logging up as its processes do: at start on 0.33.0, by importing vllm.logger on 0.28.0."""
+    import vllm.logger
+
+    if hasattr(vllm.logger, "configure_logging"):
+        from vllm.config.logging import LoggingConfig
+
+        vllm.logger.configure_logging(LoggingConfig())
+
+
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch):
+    """Each test starts like a new process with no switch set."""
+    for name in SWITCHES:
+        monkeypatch.delenv(name, raising=False)
+    envs.disable_envs_cache()
+    from vllm.dsa import counters, features, log
+
+    for module in (features, counters, log):
+        module.reset()
+    yield
+    envs.disable_envs_cache()
+    for module in (features, counters, log):
+        module.reset()
