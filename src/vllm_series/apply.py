@@ -1,0 +1,217 @@
+"""Lays a line's patched tree out in ``build/<line>``; safe to repeat, never overwrites work that is not exported."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from vllm_series import fetch, importer, lock, overlay, series, stack, state
+from vllm_series.errors import UsageError
+from vllm_series.git import Git
+from vllm_series.lock_file import locked
+from vllm_series.pins import Pin
+from vllm_series.stack import Stack
+from vllm_series.state import EXPORTING, NEXT, STAMP, State
+from vllm_series.ui import say
+from vllm_series.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Applied:
+    """Result of an apply; ``changed`` is False if the tree was already as wanted."""
+
+    stack: Stack
+    path: Path
+    changed: bool
+    saved: str = ""  # ref that keeps discarded work
+
+
+def line_lock(ws: Workspace, line: str) -> contextlib.AbstractContextManager[None]:
+    """Return the lock that every command which changes a line's tree or patches holds."""
+    return locked(ws.work / f"line-{line}.lock")
+
+
+def apply(
+    ws: Workspace,
+    pin: Pin,
+    *,
+    discard: bool = False,
+    before: str | None = None,
+    base: str | None = None,
+    sources: Iterable[Path] = (),
+) -> Applied:
+    """Bring ``build/<line>`` to what patches/ and overlay/ give. Takes the line's lock.
+
+    ``discard`` saves unexported work under a ref and overwrites it. ``before`` stops before the named patch and leaves
+    the overlay out (state PARTIAL). ``base`` is another base commit in the object store (from a clone).
+
+    Raises:
+        WouldLoseWork: the tree holds work that is not exported, or is not ours.
+        CheckFailed: a patch does not apply, or the result differs from LOCK.
+    """
+    with line_lock(ws, pin.line):
+        imported = importer.import_pin(ws, pin, sources)
+        _remove_leftovers(ws, pin.line)
+        found = state.inspect(ws, pin)
+        if found.interrupted:
+            _finish(ws, pin, found)
+            found = state.inspect(ws, pin)
+        accepted = {State.ABSENT, State.PRISTINE, State.APPLIED, State.STALE}
+        if found.state is State.PARTIAL and found.detail.startswith("only"):
+            accepted.add(State.PARTIAL)
+        if discard:
+            accepted |= {State.DIRTY, State.AHEAD, State.PARTIAL}
+        state.require(found, pin.line, accepted)
+        made = _wanted(ws, pin, before, base or imported)
+        if before is None:
+            _check_lock(ws, made, imported)
+        if found.stamp and found.stamp.key == made.key and found.stamp.complete == made.complete:
+            if found.state is State.APPLIED or (before is not None and found.state is State.PARTIAL):
+                return Applied(made, found.path, changed=False)
+        try:
+            if found.state is State.ABSENT:
+                _create(ws, made)
+                return Applied(made, found.path, changed=True)
+            saved = ""
+            if discard and found.state in {State.DIRTY, State.AHEAD, State.PARTIAL}:
+                saved = _save(ws, pin, found)
+            _move(ws, made, found)
+            return Applied(made, found.path, changed=True, saved=saved)
+        except OSError as err:
+            raise fetch.disk_error(err, found.path) from err
+
+
+def _wanted(ws: Workspace, pin: Pin, before: str | None, base: str) -> Stack:
+    if before is None:
+        return stack.current(ws, pin, base=base)
+    patches = series.load(ws, pin.line)
+    order = [patch.name for patch in patches]
+    if before not in order:
+        raise UsageError(f"--before {before}: no such patch in patches/{pin.line}/series", fix="name one of: " + ", ".join(order))
+    return stack.build(ws, pin, patches[: order.index(before)], {}, base=base, complete=False)
+
+
+def _check_lock(ws: Workspace, made: Stack, imported: str) -> None:
+    """Compare with LOCK; a stack on a clone's commit must change the same files to the same bytes."""
+    if made.base == imported:
+        lock.check(ws, made)
+
+
+def _create(ws: Workspace, made: Stack) -> None:
+    """Make the tree beside its place and rename it there, so that a killed run leaves nothing half made."""
+    store, place = importer.odb(ws), ws.build(made.line)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    tmp = Path(tempfile.mkdtemp(prefix=f".{made.line}.new-", dir=place.parent))
+    store.run("update-ref", stack.stack_ref(made.line), made.head)
+    store.run(
+        "clone", "-q", "--local", "--no-checkout", "--no-tags", "--single-branch", "--template=",
+        "-b", f"series/{made.line}", str(ws.odb), str(tmp),
+    )  # fmt: skip
+    git = Git(tmp)
+    git.run("remote", "remove", "origin")
+    git.run("config", "core.autocrlf", "false")
+    git.run("config", "gc.auto", "0")
+    git.run("read-tree", "-m", "-u", "HEAD")
+    stack.write_ref(git, STAMP, made)
+    tmp.chmod(0o755)
+    with contextlib.suppress(OSError):
+        place.rmdir()
+    tmp.replace(place)
+
+
+def _remove_leftovers(ws: Workspace, line: str) -> None:
+    for leftover in (ws.root / "build").glob(f".{line}.new-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _bring(ws: Workspace, git: Git, made: Stack) -> None:
+    """Copy the stack's commits from the object store into the tree's repository."""
+    if not git.commit_of(made.head) or not git.commit_of(made.top):
+        store = importer.odb(ws)
+        store.run("update-ref", stack.stack_ref(made.line), made.head)
+        git.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", str(ws.odb), stack.stack_ref(made.line))
+
+
+def _move(ws: Workspace, made: Stack, found: state.TreeState) -> None:
+    """Move an existing tree, whose work is exported or saved, to another stack."""
+    git = Git(found.path)
+    _bring(ws, git, made)
+    stack.write_ref(git, NEXT, made)
+    _lay_out(git, made, found.head or made.base, overwrite=found.state not in {State.PRISTINE, State.APPLIED, State.STALE})
+
+
+def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
+    """Change files, HEAD and stamp; ``refs/series/next`` tells a later run to finish this if it is interrupted."""
+    if overwrite:
+        for leftover in ("rebase-merge", "rebase-apply"):
+            shutil.rmtree(git.cwd / ".git" / leftover, ignore_errors=True)
+        for name in ("MERGE_HEAD", "CHERRY_PICK_HEAD", "REVERT_HEAD", "BISECT_LOG"):
+            (git.cwd / ".git" / name).unlink(missing_ok=True)
+        git.run("read-tree", "--reset", "-u", made.head)
+    else:
+        git.run("read-tree", "-m", "-u", old, made.head)
+    git.run("symbolic-ref", "HEAD", stack.stack_ref(made.line))
+    git.run("update-ref", "-m", "series apply", stack.stack_ref(made.line), made.head)
+    stack.write_ref(git, STAMP, made)
+    git.run("update-ref", "-d", EXPORTING)
+    git.run("update-ref", "-d", NEXT)
+
+
+def adopt(ws: Workspace, git: Git, made: Stack) -> None:
+    """Make a clean tree whose files are those of ``made`` stand on its commits (HEAD's history is rewritten)."""
+    _bring(ws, git, made)
+    stack.write_ref(git, NEXT, made)
+    _lay_out(git, made, "HEAD", overwrite=False)
+
+
+def _finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
+    """End an apply that was killed while it changed files: what it did not touch must be untouched by others too."""
+    made, git = found.interrupted, Git(found.path)
+    assert made is not None
+    (found.path / ".git" / "index.lock").unlink(missing_ok=True)
+    if not git.commit_of(made.head):
+        git.run("update-ref", "-d", NEXT)
+        return
+    old = found.stamp.head if found.stamp else made.base
+    moving = set(git.changed(old, made.head))
+    others = [path for path in state.dirty_paths(git) if path not in moving]
+    if others:
+        git.run("read-tree", "--reset", old)
+        others = [path for path in state.dirty_paths(git) if path not in moving]
+    if others:
+        saved = _save(ws, pin, found)
+        say(f"build/{pin.line}: changes made after an interrupted apply are kept under {saved}")
+    say(f"build/{pin.line}: ending an interrupted apply")
+    _lay_out(git, made, old, overwrite=True)
+
+
+def _save(ws: Workspace, pin: Pin, found: state.TreeState) -> str:
+    """Keep HEAD and all uncommitted files as a commit under ``refs/series/saved``; clean the tree to HEAD."""
+    git = Git(found.path)
+    head = found.head or "HEAD"
+    with tempfile.TemporaryDirectory(dir=ws.work, prefix="index-") as tmp:
+        own = git.with_env(GIT_INDEX_FILE=os.fspath(Path(tmp) / "index"))
+        own.run("read-tree", head)
+        own.run("add", "-A", ".")
+        tree = own.out("write-tree")
+    commit = git.out("commit-tree", tree, "-p", head, "-m", "work discarded by series apply --discard")
+    ref = f"refs/series/saved/{commit[:12]}"
+    git.run("update-ref", ref, commit)
+    for path in git.paths("ls-files", "-z", "--others", "--exclude-standard"):
+        if not overlay.is_junk(path):
+            (found.path / path).unlink(missing_ok=True)
+    return ref
+
+
+def ensure(ws: Workspace, pin: Pin) -> Stack:
+    """Return the line's stack as commits in the object store, checked against LOCK; touches no tree."""
+    with line_lock(ws, pin.line):
+        made = stack.current(ws, pin)
+        lock.check(ws, made)
+        return made
+

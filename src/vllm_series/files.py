@@ -1,0 +1,48 @@
+"""Small file helpers: atomic writes and hashes."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from pathlib import Path
+
+
+def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> bool:
+    """Write ``data`` to ``path`` by temp file, fsync and rename; return False if it already had these bytes."""
+    raw = data.encode() if isinstance(data, str) else data
+    if path.is_file() and path.read_bytes() == raw and (path.stat().st_mode & 0o777) == mode:
+        return False
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    try:
+        with os.fdopen(fd, "wb") as out:
+            out.write(raw)
+            out.flush()
+            os.fchmod(out.fileno(), mode)
+            os.fsync(out.fileno())
+        Path(name).replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            Path(name).unlink()
+        raise
+    return True
+
+
+def sha256_of(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def sha256_file(path: Path) -> str:
+    with path.open("rb") as src:
+        return hashlib.file_digest(src, "sha256").hexdigest()
+
+
+def blob_id(data: bytes) -> str:
+    """Return git's object id of a file with these bytes."""
+    return hashlib.sha1(b"blob %d\0" % len(data) + data, usedforsecurity=False).hexdigest()
+
+
+def mebibytes(size: int) -> str:
+    return f"{size / 1048576:.1f} MiB"

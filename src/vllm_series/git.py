@@ -1,0 +1,228 @@
+"""Runs git so that the result depends on its input alone: no user or system config, fixed dates, no hooks."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_series import lock_file
+from vllm_series.errors import CheckFailed, UsageError
+
+IDENT_NAME = "vllm-series authors"
+IDENT_EMAIL = "series@example.invalid"
+FIXED_DATE = "1577836800 +0000"  # 2020-01-01: any constant does, it only has to stay the same
+MIN_VERSION = (2, 34)  # GIT_CONFIG_GLOBAL (2.32), `am --empty` and `--quoted-cr` (2.34)
+
+# Given with -c, so they also win over the config of the repository that git runs in.
+_CONFIG = {
+    "am.keepcr": "true",
+    "am.messageId": "false",
+    "am.threeWay": "false",
+    "apply.ignoreWhitespace": "no",
+    "apply.whitespace": "nowarn",
+    "advice.detachedHead": "false",
+    "commit.gpgSign": "false",
+    "commit.cleanup": "whitespace",
+    "commit.status": "false",
+    "core.abbrev": "40",
+    "core.attributesFile": "/dev/null",
+    "core.autocrlf": "false",
+    "core.compression": "1",
+    "core.eol": "lf",
+    "core.excludesFile": "/dev/null",
+    "core.fileMode": "true",
+    "core.fsmonitor": "false",
+    "core.hooksPath": "/dev/null",
+    "core.quotePath": "false",
+    "core.safecrlf": "false",
+    "core.symlinks": "true",
+    "core.whitespace": "",
+    "diff.algorithm": "myers",
+    "diff.colorMoved": "no",
+    "diff.context": "3",
+    "diff.external": "",
+    "diff.ignoreSubmodules": "none",
+    "diff.indentHeuristic": "true",
+    "diff.interHunkContext": "0",
+    "diff.mnemonicPrefix": "false",
+    "diff.noprefix": "false",
+    "diff.orderFile": "",
+    "diff.relative": "false",
+    "diff.renames": "false",
+    "diff.suppressBlankEmpty": "false",
+    "fetch.fsckObjects": "false",
+    "format.attach": "false",
+    "format.encodeEmailHeaders": "false",
+    "format.forceInBodyFrom": "false",
+    "format.headers": "",
+    "format.signOff": "false",
+    "format.signature": "",
+    "format.subjectPrefix": "PATCH",
+    "format.suffix": ".patch",
+    "format.to": "",
+    "format.cc": "",
+    "format.useAutoBase": "false",
+    "gc.auto": "0",
+    "i18n.commitEncoding": "UTF-8",
+    "i18n.logOutputEncoding": "UTF-8",
+    "init.defaultBranch": "series",
+    "mailinfo.scissors": "false",
+    "maintenance.auto": "false",
+    "rebase.abbreviateCommands": "false",
+    "rebase.updateRefs": "false",
+    "rerere.enabled": "false",
+    "safe.directory": "*",
+    "sequence.editor": ":",
+    "submodule.recurse": "false",
+    "tag.gpgSign": "false",
+    "uploadpack.allowAnySHA1InWant": "true",
+}
+_DROP_FROM_ENV = re.compile(r"^(GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL|VISUAL|EDITOR|PAGER|LESS)$")
+_KEEP_IN_ENV = {"GIT_SSL_CAINFO", "GIT_SSL_NO_VERIFY", "GIT_SSH", "GIT_SSH_COMMAND", "GIT_ASKPASS", "GIT_PROXY_COMMAND"}
+
+
+class GitError(CheckFailed):
+    """A git command failed; ``stderr`` is what it said."""
+
+    def __init__(self, args: Iterable[str], code: int, stderr: str) -> None:
+        self.stderr = stderr.strip()
+        super().__init__(f"git {' '.join(args)} failed ({code}): {self.stderr}")
+
+
+def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
+    """Return an environment in which git reads nothing of the user: no config, identity, hooks, dates, locale."""
+    env = {k: v for k, v in os.environ.items() if k in _KEEP_IN_ENV or not _DROP_FROM_ENV.match(k)}
+    env.update(
+        GIT_CONFIG_GLOBAL="/dev/null",
+        GIT_CONFIG_NOSYSTEM="1",
+        GIT_ATTR_NOSYSTEM="1",
+        GIT_TERMINAL_PROMPT="0",
+        GIT_EDITOR=":",
+        GIT_PAGER="cat",
+        GIT_AUTHOR_NAME=IDENT_NAME,
+        GIT_AUTHOR_EMAIL=IDENT_EMAIL,
+        GIT_AUTHOR_DATE=FIXED_DATE,
+        GIT_COMMITTER_NAME=IDENT_NAME,
+        GIT_COMMITTER_EMAIL=IDENT_EMAIL,
+        GIT_COMMITTER_DATE=FIXED_DATE,
+        GIT_NO_REPLACE_OBJECTS="1",
+        LC_ALL="C",
+        TZ="UTC",
+    )
+    env.update(extra or {})
+    return env
+
+
+def require_git() -> str:
+    """Return git's path.
+
+    Raises:
+        UsageError: git is missing or older than ``MIN_VERSION``.
+    """
+    wanted = ".".join(map(str, MIN_VERSION))
+    path = shutil.which("git")
+    if path is None:
+        raise UsageError(f"git is not installed (need {wanted} or newer)", fix="sudo apt-get install git")
+    said = subprocess.run([path, "--version"], capture_output=True, text=True, env=clean_env()).stdout
+    found = re.search(r"(\d+)\.(\d+)", said)
+    if not found or (int(found[1]), int(found[2])) < MIN_VERSION:
+        raise UsageError(
+            f"git is too old: {said.strip() or 'unknown version'} (need {wanted} or newer)",
+            fix="install a newer git, for example from your distribution's backports",
+        )
+    return path
+
+
+@dataclass(frozen=True)
+class Git:
+    """git in one folder: a bare repository or a work tree.
+
+    ``env`` adds to the hermetic environment (for example ``GIT_INDEX_FILE``), ``config`` to its settings.
+    """
+
+    cwd: Path
+    env: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, str] = field(default_factory=dict)
+
+    def argv(self, *args: str) -> list[str]:
+        settings = {**_CONFIG, **self.config}
+        return ["git", *(part for k, v in settings.items() for part in ("-c", f"{k}={v}")), *args]
+
+    def run(
+        self, *args: str, data: bytes | None = None, check: bool = True
+    ) -> subprocess.CompletedProcess[bytes]:
+        """Run git with ``data`` on its stdin (default: nothing) and return bytes.
+
+        Raises:
+            GitError: it failed and ``check`` is set.
+        """
+        done = subprocess.run(
+            self.argv(*args),
+            cwd=self.cwd,
+            env=clean_env(self.env),
+            input=data if data is not None else b"",
+            capture_output=True,
+            pass_fds=lock_file.held(),
+        )
+        if check and done.returncode != 0:
+            said = done.stderr or done.stdout
+            raise GitError(args, done.returncode, said.decode("utf-8", "replace"))
+        return done
+
+    def out(self, *args: str, data: bytes | None = None) -> str:
+        """Run git and return its stdout as text without the last newline."""
+        return self.run(*args, data=data).stdout.decode("utf-8", "surrogateescape").rstrip("\n")
+
+    def raw(self, *args: str, data: bytes | None = None) -> bytes:
+        return self.run(*args, data=data).stdout
+
+    def ok(self, *args: str) -> bool:
+        return self.run(*args, check=False).returncode == 0
+
+    def lines(self, *args: str, data: bytes | None = None) -> list[str]:
+        return self.out(*args, data=data).splitlines()
+
+    def paths(self, *args: str) -> list[str]:
+        """Run a command that was told ``-z`` and return the NUL-separated fields."""
+        text = self.run(*args).stdout.decode("utf-8", "surrogateescape")
+        return [part for part in text.split("\0") if part]
+
+    def commit_of(self, name: str) -> str | None:
+        """Return the full commit id of ``name``, or None if there is no such commit."""
+        done = self.run("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", check=False)
+        return done.stdout.decode().strip() or None
+
+    def tree_of(self, name: str) -> str:
+        return self.out("rev-parse", "--verify", f"{name}^{{tree}}")
+
+    def blob(self, treeish: str, path: str) -> bytes | None:
+        """Return the bytes of one file in a tree, or None if it is not there."""
+        done = self.run("cat-file", "blob", f"{treeish}:{path}", check=False)
+        return done.stdout if done.returncode == 0 else None
+
+    def files(self, treeish: str, *under: str) -> dict[str, tuple[str, str]]:
+        """Return ``{path: (mode, blob id)}`` of a tree, limited to the paths ``under``."""
+        found: dict[str, tuple[str, str]] = {}
+        for row in self.paths("ls-tree", "-r", "-z", "--full-tree", treeish, "--", *under):
+            meta, path = row.split("\t", 1)
+            mode, _kind, blob = meta.split(" ")
+            found[path] = (mode, blob)
+        return found
+
+    def changed(self, old: str, new: str) -> dict[str, str]:
+        """Return ``{path: status letter}`` of what differs between two trees, without rename detection."""
+        row = self.paths("diff-tree", "-r", "-z", "--no-renames", "--name-status", f"{old}^{{tree}}", f"{new}^{{tree}}")
+        return dict(zip(row[1::2], row[0::2], strict=True))
+
+    def with_env(self, **env: str) -> Git:
+        return Git(self.cwd, {**self.env, **env}, self.config)
+
+    def with_config(self, **config: str) -> Git:
+        """``with_config(core_sparseCheckout="true")``: the first underscore stands for the dot."""
+        added = {k.replace("_", ".", 1): v for k, v in config.items()}
+        return Git(self.cwd, self.env, {**self.config, **added})

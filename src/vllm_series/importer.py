@@ -1,0 +1,177 @@
+"""Imports a pinned sdist into the object store as one commit whose id depends on the sdist alone."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import shutil
+import subprocess
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from vllm_series import fetch, lock_file, sdist
+from vllm_series.errors import IntegrityError
+from vllm_series.git import FIXED_DATE, IDENT_EMAIL, IDENT_NAME, Git, GitError, clean_env, require_git
+from vllm_series.lock_file import locked
+from vllm_series.pins import Pin
+from vllm_series.ui import say
+from vllm_series.workspace import Workspace
+
+
+def odb(ws: Workspace) -> Git:
+    """Return git in the object store, which is made on first use and holds the imports of all pins."""
+    require_git()
+    if not (ws.odb / "HEAD").is_file() or not (ws.odb / "objects").is_dir():
+        with locked(ws.work / "odb.lock"):
+            ws.odb.mkdir(parents=True, exist_ok=True)
+            Git(ws.odb).run("init", "-q", "--bare", "--template=", ".")
+    return Git(ws.odb)
+
+
+def base_ref(line: str) -> str:
+    return f"refs/heads/upstream/{line}"
+
+
+def message(pin: Pin) -> str:
+    return (
+        f"vLLM {pin.version}\n\n"
+        f"Source: {pin.source.sdist.filename}\nSha256: {pin.source.sdist.sha256}\nCommit: {pin.source.commit}\n"
+    )
+
+
+def expected_commit(pin: Pin) -> str | None:
+    """Return the id of the import's commit, computed from the pin alone; None if the pin has no tree yet."""
+    if not pin.source.tree:
+        return None
+    who = f"{IDENT_NAME} <{IDENT_EMAIL}> {FIXED_DATE}"
+    body = f"tree {pin.source.tree}\nauthor {who}\ncommitter {who}\n\n{message(pin)}".encode()
+    return hashlib.sha1(b"commit %d\0" % len(body) + body, usedforsecurity=False).hexdigest()
+
+
+def import_pin(ws: Workspace, pin: Pin, sources: Iterable[Path] = ()) -> str:
+    """Make sure that the pin's source is in the object store; return the commit id.
+
+    The sdist is read only if the store does not hold the import yet.
+
+    Raises:
+        IntegrityError: sha256, commit id or tree id differ from the pin.
+        FetchFailed: the sdist cannot be had.
+    """
+    store = odb(ws)
+    wanted = expected_commit(pin)
+    if wanted and store.commit_of(base_ref(pin.line)) == wanted:
+        return wanted
+    archive = fetch.fetch(ws, pin.source.sdist, sources)
+    with locked(ws.work / "odb.lock"):
+        if wanted and store.commit_of(wanted):
+            store.run("update-ref", base_ref(pin.line), wanted)
+            return wanted
+        _remove_leftovers(ws.odb)
+        say(f"import {archive.name}")
+        try:
+            commit = _fast_import(store, pin, archive)
+        except OSError as err:
+            raise fetch.disk_error(err, ws.odb) from err
+        tree = store.tree_of(commit)
+        if pin.source.tree and tree != pin.source.tree:
+            raise IntegrityError(
+                f"{archive.name} imports as tree {tree}, the pin says {pin.source.tree}",
+                fix=f"check pins/{pin.line}.toml, or upgrade this tool",
+            )
+        store.run("update-ref", base_ref(pin.line), commit)
+        return commit
+
+
+def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
+    """Feed the sdist to git fast-import; nothing refers to the objects until the caller sets a ref."""
+    tmp_ref = f"refs/import/{pin.line}"
+    store.run("update-ref", "-d", tmp_ref)
+    settings = {"fastimport.unpackLimit": "1", "pack.compression": "1"}
+    argv = Git(store.cwd, config=settings).argv("fast-import", "--quiet", "--force", "--depth=0", "--date-format=raw")
+    with subprocess.Popen(
+        argv, cwd=store.cwd, env=clean_env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=lock_file.held()
+    ) as child:
+        assert child.stdin is not None and child.stderr is not None
+        try:
+            _send(child.stdin, pin, archive, tmp_ref)
+            child.stdin.close()
+        except BrokenPipeError:
+            pass  # it said why on stderr
+        except BaseException:
+            child.kill()
+            raise
+        said = child.stderr.read().decode("utf-8", "replace")
+    if child.returncode != 0:
+        if "No space left" in said or "File too large" in said or "Disk quota" in said:
+            raise fetch.disk_error(OSError(28, "No space left on device"), store.cwd)
+        raise GitError(["fast-import"], child.returncode, said)
+    commit = store.out("rev-parse", tmp_ref)
+    store.run("update-ref", "-d", tmp_ref)
+    return commit
+
+
+def _send(out: IO[bytes], pin: Pin, archive: Path, ref: str) -> None:
+    who = f"{IDENT_NAME} <{IDENT_EMAIL}> {FIXED_DATE}"
+    text = message(pin).encode()
+    out.write(f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(text)}\n".encode() + text + b"\ndeleteall\n")
+    commit = ""
+    for member in sdist.members(archive):
+        if member.path == sdist.VERSION_FILE:
+            commit = sdist.commit_in(member.data, archive)
+        if not sdist.is_generated(member.path):
+            out.write(f"M {member.mode} inline {_quoted(member.path)}\ndata {len(member.data)}\n".encode())
+            out.write(member.data)
+            out.write(b"\n")
+    if not sdist.same_commit(commit, pin.source.commit):
+        raise IntegrityError(
+            f"{archive.name} was made from commit {commit or '(not told)'}, the pin says {pin.source.commit}",
+            fix=f"correct source.commit in pins/{pin.line}.toml if the release was really made from {commit}",
+        )
+    out.write(b"done\n")
+
+
+def _quoted(path: str) -> str:
+    return '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+def _remove_leftovers(store: Path) -> None:
+    """Remove temporary packs of imports that were killed (the caller holds the store's lock)."""
+    for folder in (store / "objects", store / "objects" / "pack"):
+        for leftover in (*folder.glob("tmp_*"), *folder.glob(".tmp-*")):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+
+
+@contextlib.contextmanager
+def scratch(store: Git, ws: Workspace, commit: str, name: str, only: Iterable[str] | None = None) -> Iterator[Git]:
+    """Yield git in a throw-away work tree at ``commit``; ``only`` limits which files are really written.
+
+    The caller holds the lock of ``name``: a leftover of a killed run under this name is removed first.
+    """
+    place = ws.work / "scratch" / name
+    _drop_scratch(store, place)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with locked(ws.work / "odb.lock"):
+        store.run("worktree", "add", "-q", "--force", "--detach", "--no-checkout", str(place), commit)
+    tree = Git(place)
+    try:
+        if only is not None:
+            sparse = Path(tree.out("rev-parse", "--absolute-git-dir")) / "info" / "sparse-checkout"
+            sparse.parent.mkdir(parents=True, exist_ok=True)
+            sparse.write_text("".join(f"/{_escaped(path)}\n" for path in only) or "/.none\n")
+            tree = tree.with_config(core_sparseCheckout="true", core_sparseCheckoutCone="false")
+        tree.run("read-tree", "-m", "-u", "HEAD")
+        yield tree
+    finally:
+        _drop_scratch(store, place)
+
+
+def _escaped(path: str) -> str:
+    return "".join("\\" + c if c in "\\*?[]! #" else c for c in path)
+
+
+def _drop_scratch(store: Git, place: Path) -> None:
+    if place.exists():
+        shutil.rmtree(place)
+    store.run("worktree", "prune", "--expire=now")

@@ -1,0 +1,63 @@
+"""File locks that end with the process and are shared with the git children that it started.
+
+A killed tool can leave a git child running for a moment; because the child inherits the lock, the next run waits
+for it instead of working beside it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from vllm_series.errors import NeedsPerson
+
+_held: set[int] = set()
+_guard = threading.Lock()
+WAIT_SECONDS = 600.0
+
+
+def held() -> tuple[int, ...]:
+    """Return the descriptors of the locks that this process holds, to be passed on to children."""
+    with _guard:
+        return tuple(_held)
+
+
+@contextmanager
+def locked(path: Path, *, wait: float | None = None) -> Iterator[None]:
+    """Hold an exclusive lock on ``path`` (created if missing); not reentrant.
+
+    Raises:
+        NeedsPerson: another process held it for longer than ``wait`` seconds.
+    """
+    wait = WAIT_SECONDS if wait is None else wait
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    try:
+        _take(fd, path, wait)
+        with _guard:
+            _held.add(fd)
+        yield
+    finally:
+        with _guard:
+            _held.discard(fd)
+        os.close(fd)
+
+
+def _take(fd: int, path: Path, wait: float) -> None:
+    end = time.monotonic() + wait
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
+        except BlockingIOError:
+            if time.monotonic() >= end:
+                raise NeedsPerson(
+                    f"another run of this tool holds {path.name} for more than {wait:.0f} s",
+                    fix="wait for it to end, or end it, and run the command again",
+                ) from None
+            time.sleep(0.1)
