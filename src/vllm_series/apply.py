@@ -1,4 +1,5 @@
-"""Lays a line's patched tree out in ``build/<line>``; safe to repeat, never overwrites work that is not exported."""
+"""Lays a line's patched tree out in ``build/<line>``; safe to repeat, never overwrites work that is not
+exported."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def apply(
 ) -> Applied:
     """Bring ``build/<line>`` to what patches/ and overlay/ give. Takes the line's lock.
 
-    ``discard`` saves unexported work under a ref and overwrites it. ``before`` stops before the named patch and leaves
+    ``discard`` saves unexported work under a ref and overwrites it. ``before`` stops before the named patch
+    and leaves
     the overlay out (state PARTIAL). ``base`` is another base commit in the object store (from a clone).
 
     Raises:
@@ -70,9 +72,9 @@ def apply(
         made = _wanted(ws, pin, before, base or imported)
         if before is None:
             _check_lock(ws, made, imported)
-        if found.stamp and found.stamp.key == made.key and found.stamp.complete == made.complete:
-            if found.state is State.APPLIED or (before is not None and found.state is State.PARTIAL):
-                return Applied(made, found.path, changed=False)
+        same = found.stamp and found.stamp.key == made.key and found.stamp.complete == made.complete
+        if same and found.state is (State.APPLIED if before is None else State.PARTIAL):
+            return Applied(made, found.path, changed=False)
         try:
             if found.state is State.ABSENT:
                 _create(ws, made)
@@ -92,7 +94,10 @@ def _wanted(ws: Workspace, pin: Pin, before: str | None, base: str) -> Stack:
     patches = series.load(ws, pin.line)
     order = [patch.name for patch in patches]
     if before not in order:
-        raise UsageError(f"--before {before}: no such patch in patches/{pin.line}/series", fix="name one of: " + ", ".join(order))
+        raise UsageError(
+            f"--before {before}: no such patch in patches/{pin.line}/series",
+            fix="name one of: " + ", ".join(order),
+        )
     return stack.build(ws, pin, patches[: order.index(before)], {}, base=base, complete=False)
 
 
@@ -142,11 +147,17 @@ def _move(ws: Workspace, made: Stack, found: state.TreeState) -> None:
     git = Git(found.path)
     _bring(ws, git, made)
     stack.write_ref(git, NEXT, made)
-    _lay_out(git, made, found.head or made.base, overwrite=found.state not in {State.PRISTINE, State.APPLIED, State.STALE})
+    _lay_out(
+        git,
+        made,
+        found.head or made.base,
+        overwrite=found.state not in {State.PRISTINE, State.APPLIED, State.STALE},
+    )
 
 
 def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
-    """Change files, HEAD and stamp; ``refs/series/next`` tells a later run to finish this if it is interrupted."""
+    """Change files, HEAD and stamp; ``refs/series/next`` tells a later run to finish this if it is
+    interrupted."""
     if overwrite:
         for leftover in ("rebase-merge", "rebase-apply"):
             shutil.rmtree(git.cwd / ".git" / leftover, ignore_errors=True)
@@ -163,14 +174,16 @@ def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
 
 
 def adopt(ws: Workspace, git: Git, made: Stack) -> None:
-    """Make a clean tree whose files are those of ``made`` stand on its commits (HEAD's history is rewritten)."""
+    """Make a clean tree whose files are those of ``made`` stand on its commits (HEAD's history is
+    rewritten)."""
     _bring(ws, git, made)
     stack.write_ref(git, NEXT, made)
     _lay_out(git, made, "HEAD", overwrite=False)
 
 
 def _finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
-    """End an apply that was killed while it changed files: what it did not touch must be untouched by others too."""
+    """End an apply that was killed while it changed files: what it did not touch must be untouched by
+    others too."""
     made, git = found.interrupted, Git(found.path)
     assert made is not None
     (found.path / ".git" / "index.lock").unlink(missing_ok=True)
@@ -214,4 +227,3 @@ def ensure(ws: Workspace, pin: Pin) -> Stack:
         made = stack.current(ws, pin)
         lock.check(ws, made)
         return made
-

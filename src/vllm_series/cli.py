@@ -21,18 +21,25 @@ from vllm_series.workspace import Workspace
 
 AREAS = ("cli_pin", "cli_wheel", "cli_kernels", "cli_rebase", "cli_baseline", "cli_doctor")
 _source = click.option(
-    "--source", "sources", multiple=True, type=click.Path(path_type=Path), help="Folder that holds pinned files already."
+    "--source",
+    "sources",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Folder that holds pinned files already.",
 )
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(__version__, prog_name="series")
-@click.option("--root", type=click.Path(path_type=Path), help="The checkout (default: found from the current folder).")
+@click.option(
+    "--root", type=click.Path(path_type=Path), help="The checkout (default: found from the current folder)."
+)
 @click.pass_context
 def cli(ctx: click.Context, root: Path | None) -> None:
     """Carry a patch series on top of pinned vLLM releases.
 
-    Exit codes: 0 ok, 1 a check failed, 2 usage, 3 needs a person, 4 integrity, 5 would lose work, 6 fetch failed,
+    Exit codes: 0 ok, 1 a check failed, 2 usage, 3 needs a person, 4 integrity, 5 would lose work, 6 fetch
+    failed,
     7 test regression.
     """
     ctx.obj = root
@@ -46,12 +53,18 @@ def _lines(ws: Workspace, given: tuple[str, ...]) -> list[str]:
 
 @cli.command("fetch")
 @click.argument("lines", nargs=-1)
-@click.option("--wheel", "platforms", multiple=True, help="Also fetch the wheel of this platform (x86_64, aarch64).")
+@click.option(
+    "--wheel", "platforms", multiple=True, help="Also fetch the wheel of this platform (x86_64, aarch64)."
+)
 @_source
 @json_option
 @click.pass_context
 def fetch_command(
-    ctx: click.Context, lines: tuple[str, ...], platforms: tuple[str, ...], sources: tuple[Path, ...], as_json: bool
+    ctx: click.Context,
+    lines: tuple[str, ...],
+    platforms: tuple[str, ...],
+    sources: tuple[Path, ...],
+    as_json: bool,
 ) -> None:
     """Fetch the pinned files of LINES (default: all) into the cache and check them."""
     ws = workspace(ctx)
@@ -61,7 +74,9 @@ def fetch_command(
         wanted = [pin.source.sdist, *(pins.wheel_of(pin, platform) for platform in platforms)]
         for artifact in wanted:
             path = fetch.fetch(ws, artifact, sources)
-            rows.append({"line": line, "file": artifact.filename, "sha256": artifact.sha256, "path": str(path)})
+            rows.append(
+                {"line": line, "file": artifact.filename, "sha256": artifact.sha256, "path": str(path)}
+            )
     emit({"files": rows}, as_json=as_json, text="\n".join(f"{row['path']}" for row in rows))
 
 
@@ -90,7 +105,9 @@ def status_command(ctx: click.Context, lines: tuple[str, ...], as_json: bool) ->
 
 @cli.command("apply")
 @click.argument("line")
-@click.option("--discard", is_flag=True, help="Overwrite unexported work; it is kept under refs/series/saved.")
+@click.option(
+    "--discard", is_flag=True, help="Overwrite unexported work; it is kept under refs/series/saved."
+)
 @click.option("--before", metavar="PATCH", help="Stop before this patch and leave the overlay out.")
 @_source
 @json_option
@@ -102,7 +119,11 @@ def apply_command(
     ws = workspace(ctx)
     done = applying.apply(ws, pins.load_pin(ws, line), discard=discard, before=before, sources=sources)
     what = f"{len(done.stack.commits)} patches and {len(done.stack.overlay)} overlay files"
-    text = f"{done.path}: applied {what}" if done.changed else f"{done.path}: already applied, nothing to do ({what})"
+    text = (
+        f"{done.path}: applied {what}"
+        if done.changed
+        else f"{done.path}: already applied, nothing to do ({what})"
+    )
     if done.saved:
         text += f"\nyour work is kept: git -C {done.path} show {done.saved}"
     data = {
@@ -121,22 +142,23 @@ def apply_command(
 
 @cli.command("export")
 @click.argument("line")
-@click.option("--drop", multiple=True, metavar="PATCH", help="Agree that this patch is removed from the series.")
+@click.option(
+    "--drop", multiple=True, metavar="PATCH", help="Agree that this patch is removed from the series."
+)
 @json_option
 @click.pass_context
 def export_command(ctx: click.Context, line: str, drop: tuple[str, ...], as_json: bool) -> None:
     """Write the commits of build/LINE back to patches/LINE and overlay/."""
     ws = workspace(ctx)
     plan = exporting.export(ws, pins.load_pin(ws, line), drop=drop)
-    data = {
-        "line": line,
-        "changed": not plan.empty,
+    lists = {
         "rewritten": plan.rewritten,
         "added": plan.added,
         "dropped": plan.dropped,
-        "overlay": {path: "removed" if data is None else "written" for path, data in plan.overlay.items()},
+        "overlay": list(plan.overlay),
     }
-    rows = [f"{key}: {', '.join(data[key])}" for key in ("rewritten", "added", "dropped", "overlay") if data[key]]  # type: ignore[arg-type]
+    data = {"line": line, "changed": not plan.empty, **lists}
+    rows = [f"{key}: {', '.join(names)}" for key, names in lists.items() if names]
     emit(data, as_json=as_json, text="\n".join(rows) or f"line {line}: nothing to export")
 
 
@@ -161,14 +183,19 @@ def lock_command(ctx: click.Context, lines: tuple[str, ...], as_json: bool) -> N
 @_source
 @json_option
 @click.pass_context
-def verify_command(ctx: click.Context, lines: tuple[str, ...], sources: tuple[Path, ...], as_json: bool) -> None:
+def verify_command(
+    ctx: click.Context, lines: tuple[str, ...], sources: tuple[Path, ...], as_json: bool
+) -> None:
     """Prove that pins, patches, overlay and LOCK of LINES (default: all) belong together."""
     ws = workspace(ctx)
     found = verifying.verify(ws, _lines(ws, lines), sources)
     text = []
     for line, steps in found.items():
         for step in steps:
-            text.append(f"{line:10} {step.name:12} {'ok' if step.ok else 'FAIL':4} {step.seconds:5.1f} s  {step.detail}")
+            text.append(
+                f"{line:10} {step.name:12} {'ok' if step.ok else 'FAIL':4} {step.seconds:5.1f} s"
+                f"  {step.detail}"
+            )
             if step.error:
                 text.append("    " + str(step.error).replace("\n", "\n    "))
     errors = [step.error for steps in found.values() for step in steps if step.error]
@@ -186,7 +213,8 @@ def _register_areas(group: click.Group) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Entry point: runs a command and turns expected errors into a message with its ``fix`` and an exit code."""
+    """Entry point: runs a command and turns expected errors into a message with its ``fix`` and an exit
+    code."""
     args = sys.argv[1:] if argv is None else argv
     try:
         _register_areas(cli)

@@ -1,6 +1,7 @@
 """Writes the commits of ``build/<line>`` back as patches, series, LOCK and overlay files.
 
-Export never applies anything to the user's files on disk before it has proved, in the object store, that the new
+Export never applies anything to the user's files on disk before it has proved, in the object store, that
+the new
 patches and overlay give exactly the tree that was committed.
 """
 
@@ -22,9 +23,11 @@ from vllm_series.workspace import Workspace
 
 _AUTOSQUASH = re.compile(r"^(fixup|squash|amend)! ")
 FORMAT = (
-    "format-patch", "--stdout", "--zero-commit", "--full-index", "--no-signature", "--no-stat", "-N", "--no-renames",
+    "format-patch", "--stdout", "--zero-commit", "--full-index", "--no-signature", "--no-stat", "-N",
+    "--no-renames",
     "--no-ext-diff", "--no-textconv", "--no-color", "--binary", "--no-attach", "--no-thread", "--no-base",
-    "--no-notes", "--no-signoff", "--no-encode-email-headers", "--src-prefix=a/", "--dst-prefix=b/",
+    "--no-notes", "--no-signoff", "--no-to", "--no-cc", "--no-add-header", "--no-encode-email-headers",
+    "--src-prefix=a/", "--dst-prefix=b/",
     "--unified=3", "--inter-hunk-context=0", "--diff-algorithm=myers", "--indent-heuristic", "-1",
 )  # fmt: skip
 
@@ -60,7 +63,8 @@ def export(ws: Workspace, pin: Pin, *, drop: Sequence[str] = ()) -> Plan:
 
     Raises:
         WouldLoseWork: uncommitted changes, a patch would be dropped, or the files on disk changed as well.
-        CheckFailed: a commit mixes overlay and upstream files, the export is empty, or it does not give the same tree.
+        CheckFailed: a commit mixes overlay and upstream files, the export is empty, or it does not give the
+        same tree.
         NeedsPerson: fixup commits do not squash without a conflict.
     """
     with applying.line_lock(ws, pin.line):
@@ -70,12 +74,21 @@ def export(ws: Workspace, pin: Pin, *, drop: Sequence[str] = ()) -> Plan:
         store, stamp = importer.odb(ws), found.stamp
         _disk_unchanged(ws, pin.line, found)
         old = export_files.patches_on_disk(ws, pin.line, Git(found.path))
-        store.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", str(found.path), f"+HEAD:refs/export/{pin.line}")
+        store.run(
+            "fetch",
+            "-q",
+            "--no-tags",
+            "--no-write-fetch-head",
+            str(found.path),
+            f"+HEAD:refs/export/{pin.line}",
+        )
         commits = collect(ws, store, stamp.base, found.head, pin.line)
         plan = plan_patches(store, commits, old, stamp, drop, pin.line)
         _plan_overlay(ws, store, found.head, stamp, plan, pin.line)
         made = _prove(ws, pin, store, found.head, stamp, plan)
-        export_files.install(ws, pin.line, found, plan.patches, plan.overlay, plan.modes, lock.lock_of(ws, made))
+        export_files.install(
+            ws, pin.line, found, plan.patches, plan.overlay, plan.modes, lock.lock_of(ws, made)
+        )
         final = stack.current(ws, pin, base=stamp.base)
         git = Git(found.path)
         applying.adopt(ws, git, final)
@@ -101,32 +114,38 @@ def collect(ws: Workspace, store: Git, base: str, head: str, line: str) -> list[
         found.append(Commit(commit, subject, theirs, mine))
         if mine and theirs:
             raise CheckFailed(
-                f"commit {commit[:12]} ({subject}) touches overlay files ({', '.join(mine[:3])}) and upstream files "
+                f"commit {commit[:12]} ({subject}) touches overlay files ({', '.join(mine[:3])}) "
+                f"and upstream files "
                 f"({', '.join(theirs[:3])})",
                 fix="split it: git rebase -i, mark it `edit`, git reset HEAD^, commit the files under "
                 f"{', '.join(overlay.ROOTS)} on their own, then the rest, git rebase --continue",
             )
         if not paths:
             raise CheckFailed(
-                f"commit {commit[:12]} ({subject}) changes nothing", fix=f"git -C {ws.build(line)} rebase -i, drop it"
+                f"commit {commit[:12]} ({subject}) changes nothing",
+                fix=f"git -C {ws.build(line)} rebase -i, drop it",
             )
     return found
 
 
 def _squash(ws: Workspace, store: Git, base: str, head: str, line: str) -> str:
     with importer.scratch(store, ws, head, f"export-{line}") as tree:
-        done = tree.run("rebase", "-q", "-i", "--autosquash", "--no-gpg-sign", "--empty=keep", base, check=False)
+        done = tree.run(
+            "rebase", "-q", "-i", "--autosquash", "--no-gpg-sign", "--empty=keep", base, check=False
+        )
         if done.returncode != 0:
             where = tree.run("diff", "--name-only", "--diff-filter=U", check=False).stdout.decode().split()
             said = done.stderr.decode("utf-8", "replace").strip().splitlines()
             raise NeedsPerson(
-                f"line {line}: the fixup commits do not squash cleanly: {', '.join(where) or ' '.join(said[-3:])}",
+                f"line {line}: the fixup commits do not squash cleanly: "
+                f"{', '.join(where) or ' '.join(said[-3:])}",
                 fix=f"git -C {ws.build(line)} rebase -i --autosquash {base[:12]}, resolve, then export again",
             )
         left = [row for row in tree.lines("log", "--format=%s", f"{base}..HEAD") if _AUTOSQUASH.match(row)]
         if left:
             raise CheckFailed(
-                f"line {line}: no commit to squash into: {left[0]}", fix="reword it to the subject of an existing patch"
+                f"line {line}: no commit to squash into: {left[0]}",
+                fix="reword it to the subject of an existing patch",
             )
         return tree.out("rev-parse", "HEAD")
 
@@ -174,10 +193,9 @@ def plan_patches(
 
 def same(one: Patch, other: Patch) -> bool:
     """Say whether two patches have the same message, author and effect."""
-    return (
-        (one.subject, one.body, one.author) == (other.subject, other.body, other.author)
-        and series.effect(one.data) == series.effect(other.data)
-    )
+    return (one.subject, one.body, one.author) == (other.subject, other.body, other.author) and series.effect(
+        one.data
+    ) == series.effect(other.data)
 
 
 def _match(
@@ -222,12 +240,17 @@ def _disk_unchanged(ws: Workspace, line: str, found: TreeState) -> None:
         expected.setdefault(name, set()).add(sha)
     now = {patch.name: patch.sha256 for patch in series.load_present(ws, line)}
     changed = [name for name, sha in now.items() if sha not in expected.get(name, set())]
-    gone = [name for name in found.stamp.patches if name not in now and name not in export_files.dropping(Git(found.path))]
+    gone = [
+        name
+        for name in found.stamp.patches
+        if name not in now and name not in export_files.dropping(Git(found.path))
+    ]
     if changed or gone:
         raise WouldLoseWork(
             f"patches/{line} changed since build/{line} was applied ({', '.join([*changed, *gone])}); "
             "an export would overwrite that",
-            fix=f"series apply {line} --discard keeps your commits under refs/series/saved and takes the new patches; "
+            fix=f"series apply {line} --discard keeps your commits under refs/series/saved and takes "
+            "the new patches; "
             f"then git -C {ws.build(line)} cherry-pick your commits, and export",
         )
 
@@ -268,4 +291,3 @@ def _prove(ws: Workspace, pin: Pin, store: Git, head: str, stamp: Stack, plan: P
             fix="report this with your git version; nothing was written",
         )
     return made
-

@@ -1,4 +1,5 @@
-"""The writing half of an export: patch files, series, LOCK and overlay files, so that a killed run can be repeated."""
+"""The writing half of an export: patch files, series, LOCK and overlay files, so that a killed run can be
+repeated."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def install(
 ) -> None:
     """Write everything; each file by temp and rename, LOCK after the patches, removals last.
 
-    Before the first write the plan is noted in the tree's repository: if this is killed, the next export knows that the
+    Before the first write the plan is noted in the tree's repository: if this is killed, the next export
+    knows that the
     half-written patches on disk are its own. The note goes away when the tree stands on the new commits.
     """
     git, folder = Git(found.path), ws.patches(line)

@@ -1,4 +1,5 @@
-"""Fetches pinned files into a cache that is keyed by sha256: resumed, checked, and put in place atomically."""
+"""Fetches pinned files into a cache that is keyed by sha256: resumed, checked, and put in place
+atomically."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def fetch(ws: Workspace, artifact: Artifact, sources: Iterable[Path] = ()) -> Pa
 def _from_folder(path: Path, artifact: Artifact, sources: Iterable[Path]) -> bool:
     for folder in sources:
         if not folder.is_dir():
-            raise UsageError(f"--source {folder} is not a folder", fix="name a folder that holds the pinned files")
+            raise UsageError(
+                f"--source {folder} is not a folder", fix="name a folder that holds the pinned files"
+            )
         given = folder / artifact.filename
         if not given.is_file():
             continue
@@ -127,7 +130,8 @@ def _download(path: Path, artifact: Artifact) -> None:
     if actual != artifact.sha256:
         part.unlink()
         raise IntegrityError(
-            f"{artifact.filename} from {index.shown(url)} has sha256 {actual}, the pin says {artifact.sha256}",
+            f"{artifact.filename} from {index.shown(url)} has sha256 {actual}, "
+            f"the pin says {artifact.sha256}",
             fix="do not use this index; unset VLLM_SERIES_INDEX or report it to whoever runs the mirror",
         )
     part.replace(path)
@@ -173,7 +177,8 @@ def _complete(http: httpx.Client, url: str, part: Path, artifact: Artifact) -> N
             status = err.response.status_code if isinstance(err, httpx.HTTPStatusError) else 0
             if status and status < 500 and status not in {408, 429}:
                 raise FetchFailed(
-                    f"{index.shown(url)} answered {status}", fix="try again later, or: series fetch --source DIR"
+                    f"{index.shown(url)} answered {status}",
+                    fix="try again later, or: series fetch --source DIR",
                 ) from err
             now = part.stat().st_size if part.is_file() else 0
             failures, pause = (1, PAUSE) if now > before else (failures + 1, pause)
@@ -202,12 +207,15 @@ def _stream(http: httpx.Client, url: str, part: Path, artifact: Artifact, have: 
             part.unlink()
             raise _Incomplete("the server cannot resume")
         answer.raise_for_status()
-        resumed = answer.status_code == 206 and answer.headers.get("content-range", "").startswith(f"bytes {have}-")
+        resumed = answer.status_code == 206 and answer.headers.get("content-range", "").startswith(
+            f"bytes {have}-"
+        )
         if have and not resumed:
             have = 0
-        with part.open("r+b" if have else "wb") as out, progress(
-            f"fetch {artifact.filename}", artifact.size, have
-        ) as advance:
+        with (
+            part.open("r+b" if have else "wb") as out,
+            progress(f"fetch {artifact.filename}", artifact.size, have) as advance,
+        ):
             out.seek(have)
             try:
                 for chunk in answer.iter_raw(_CHUNK):
@@ -235,10 +243,11 @@ def disk_error(err: OSError, folder: Path, artifact: Artifact | None = None) -> 
         need = f" (need {mebibytes(artifact.size)} for {artifact.filename})" if artifact else ""
         return FetchFailed(
             f"no space left in {folder}{need}: {err.strerror}",
-            fix="free some space or set VLLM_SERIES_CACHE to a folder on a larger disk, then run the command again",
+            fix="free some space or set VLLM_SERIES_CACHE to a folder on a larger disk, then try again",
         )
     return FetchFailed(
-        f"cannot write to {folder}: {err}", fix="check its permissions, or set VLLM_SERIES_CACHE to another folder"
+        f"cannot write to {folder}: {err}",
+        fix="check its permissions, or set VLLM_SERIES_CACHE to another folder",
     )
 
 
@@ -248,4 +257,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-

@@ -10,7 +10,8 @@ from pathlib import Path
 
 
 def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> bool:
-    """Write ``data`` to ``path`` by temp file, fsync and rename; return False if it already had these bytes."""
+    """Write ``data`` to ``path`` by temp file, fsync and rename; return False if it already had these
+    bytes."""
     raw = data.encode() if isinstance(data, str) else data
     if path.is_file() and path.read_bytes() == raw and (path.stat().st_mode & 0o777) == mode:
         return False

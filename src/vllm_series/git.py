@@ -29,7 +29,7 @@ _CONFIG = {
     "commit.gpgSign": "false",
     "commit.cleanup": "whitespace",
     "commit.status": "false",
-    "core.abbrev": "40",
+    "core.abbrev": "12",
     "core.attributesFile": "/dev/null",
     "core.autocrlf": "false",
     "core.compression": "1",
@@ -45,28 +45,16 @@ _CONFIG = {
     "diff.algorithm": "myers",
     "diff.colorMoved": "no",
     "diff.context": "3",
-    "diff.external": "",
     "diff.ignoreSubmodules": "none",
     "diff.indentHeuristic": "true",
     "diff.interHunkContext": "0",
     "diff.mnemonicPrefix": "false",
     "diff.noprefix": "false",
-    "diff.orderFile": "",
+    "diff.orderFile": "/dev/null",
     "diff.relative": "false",
     "diff.renames": "false",
     "diff.suppressBlankEmpty": "false",
     "fetch.fsckObjects": "false",
-    "format.attach": "false",
-    "format.encodeEmailHeaders": "false",
-    "format.forceInBodyFrom": "false",
-    "format.headers": "",
-    "format.signOff": "false",
-    "format.signature": "",
-    "format.subjectPrefix": "PATCH",
-    "format.suffix": ".patch",
-    "format.to": "",
-    "format.cc": "",
-    "format.useAutoBase": "false",
     "gc.auto": "0",
     "i18n.commitEncoding": "UTF-8",
     "i18n.logOutputEncoding": "UTF-8",
@@ -83,7 +71,14 @@ _CONFIG = {
     "uploadpack.allowAnySHA1InWant": "true",
 }
 _DROP_FROM_ENV = re.compile(r"^(GIT_.*|LC_.*|LANG|LANGUAGE|TZ|EMAIL|VISUAL|EDITOR|PAGER|LESS)$")
-_KEEP_IN_ENV = {"GIT_SSL_CAINFO", "GIT_SSL_NO_VERIFY", "GIT_SSH", "GIT_SSH_COMMAND", "GIT_ASKPASS", "GIT_PROXY_COMMAND"}
+_KEEP_IN_ENV = {
+    "GIT_SSL_CAINFO",
+    "GIT_SSL_NO_VERIFY",
+    "GIT_SSH",
+    "GIT_SSH_COMMAND",
+    "GIT_ASKPASS",
+    "GIT_PROXY_COMMAND",
+}
 
 
 class GitError(CheckFailed):
@@ -95,7 +90,8 @@ class GitError(CheckFailed):
 
 
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Return an environment in which git reads nothing of the user: no config, identity, hooks, dates, locale."""
+    """Return an environment in which git reads nothing of the user: no config, identity, hooks, dates,
+    locale."""
     env = {k: v for k, v in os.environ.items() if k in _KEEP_IN_ENV or not _DROP_FROM_ENV.match(k)}
     env.update(
         GIT_CONFIG_GLOBAL="/dev/null",
@@ -194,7 +190,9 @@ class Git:
 
     def commit_of(self, name: str) -> str | None:
         """Return the full commit id of ``name``, or None if there is no such commit."""
-        done = self.run("rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", check=False)
+        done = self.run(
+            "rev-parse", "--verify", "--quiet", "--end-of-options", f"{name}^{{commit}}", check=False
+        )
         return done.stdout.decode().strip() or None
 
     def tree_of(self, name: str) -> str:
@@ -216,7 +214,9 @@ class Git:
 
     def changed(self, old: str, new: str) -> dict[str, str]:
         """Return ``{path: status letter}`` of what differs between two trees, without rename detection."""
-        row = self.paths("diff-tree", "-r", "-z", "--no-renames", "--name-status", f"{old}^{{tree}}", f"{new}^{{tree}}")
+        row = self.paths(
+            "diff-tree", "-r", "-z", "--no-renames", "--name-status", f"{old}^{{tree}}", f"{new}^{{tree}}"
+        )
         return dict(zip(row[1::2], row[0::2], strict=True))
 
     def with_env(self, **env: str) -> Git:

@@ -36,7 +36,8 @@ def base_ref(line: str) -> str:
 def message(pin: Pin) -> str:
     return (
         f"vLLM {pin.version}\n\n"
-        f"Source: {pin.source.sdist.filename}\nSha256: {pin.source.sdist.sha256}\nCommit: {pin.source.commit}\n"
+        f"Source: {pin.source.sdist.filename}\nSha256: {pin.source.sdist.sha256}\n"
+        f"Commit: {pin.source.commit}\n"
     )
 
 
@@ -88,9 +89,16 @@ def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
     tmp_ref = f"refs/import/{pin.line}"
     store.run("update-ref", "-d", tmp_ref)
     settings = {"fastimport.unpackLimit": "1", "pack.compression": "1"}
-    argv = Git(store.cwd, config=settings).argv("fast-import", "--quiet", "--force", "--depth=0", "--date-format=raw")
+    argv = Git(store.cwd, config=settings).argv(
+        "fast-import", "--quiet", "--force", "--depth=0", "--date-format=raw"
+    )
     with subprocess.Popen(
-        argv, cwd=store.cwd, env=clean_env(), stdin=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=lock_file.held()
+        argv,
+        cwd=store.cwd,
+        env=clean_env(),
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=lock_file.held(),
     ) as child:
         assert child.stdin is not None and child.stderr is not None
         try:
@@ -114,7 +122,9 @@ def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
 def _send(out: IO[bytes], pin: Pin, archive: Path, ref: str) -> None:
     who = f"{IDENT_NAME} <{IDENT_EMAIL}> {FIXED_DATE}"
     text = message(pin).encode()
-    out.write(f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(text)}\n".encode() + text + b"\ndeleteall\n")
+    out.write(
+        f"commit {ref}\nauthor {who}\ncommitter {who}\ndata {len(text)}\n".encode() + text + b"\ndeleteall\n"
+    )
     commit = ""
     for member in sdist.members(archive):
         if member.path == sdist.VERSION_FILE:
@@ -144,7 +154,9 @@ def _remove_leftovers(store: Path) -> None:
 
 
 @contextlib.contextmanager
-def scratch(store: Git, ws: Workspace, commit: str, name: str, only: Iterable[str] | None = None) -> Iterator[Git]:
+def scratch(
+    store: Git, ws: Workspace, commit: str, name: str, only: Iterable[str] | None = None
+) -> Iterator[Git]:
     """Yield git in a throw-away work tree at ``commit``; ``only`` limits which files are really written.
 
     The caller holds the lock of ``name``: a leftover of a killed run under this name is removed first.

@@ -67,12 +67,15 @@ def list_files(http: httpx.Client, project: str) -> list[IndexFile]:
         answer.raise_for_status()
     except httpx.HTTPStatusError as err:
         raise FetchFailed(
-            f"{shown(url)} answered {err.response.status_code}", fix="check the index: VLLM_SERIES_INDEX=URL overrides it"
+            f"{shown(url)} answered {err.response.status_code}",
+            fix="check the index: VLLM_SERIES_INDEX=URL overrides it",
         ) from err
     except (httpx.HTTPError, OSError) as err:
         raise no_network(url, err) from err
     except httpx.InvalidURL as err:
-        raise UsageError(f"{shown(url)} is not a usable URL: {err}", fix="set VLLM_SERIES_INDEX=https://.../simple") from err
+        raise UsageError(
+            f"{shown(url)} is not a usable URL: {err}", fix="set VLLM_SERIES_INDEX=https://.../simple"
+        ) from err
     try:
         if "json" in answer.headers.get("content-type", ""):
             return [_from_json(row, str(answer.url)) for row in answer.json()["files"]]

@@ -17,7 +17,8 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Lock:
-    """``base`` and ``tree`` are git tree ids: of the import, and after the last patch (without the overlay)."""
+    """``base`` and ``tree`` are git tree ids: of the import, and after the last patch (without the
+    overlay)."""
 
     line: str
     base: str

@@ -1,6 +1,7 @@
 """File locks that end with the process and are shared with the git children that it started.
 
-A killed tool can leave a git child running for a moment; because the child inherits the lock, the next run waits
+A killed tool can leave a git child running for a moment; because the child inherits the lock, the next run
+waits
 for it instead of working beside it.
 """
 

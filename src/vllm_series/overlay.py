@@ -22,7 +22,8 @@ def is_overlay(path: str) -> bool:
 
 
 def is_junk(path: str) -> bool:
-    """Say whether a path is a by-product (caches, compiled or editor files) that is never laid into a tree."""
+    """Say whether a path is a by-product (caches, compiled or editor files) that is never laid into a
+    tree."""
     parts = path.split("/")
     return not _SKIP_FOLDERS.isdisjoint(parts) or path.endswith(_SKIP_SUFFIXES) or parts[-1] == ".DS_Store"
 
@@ -39,7 +40,9 @@ def overlay_files(ws: Workspace) -> dict[str, Path]:
         if is_junk(path) or (file.is_dir() and not file.is_symlink()):
             continue
         if file.is_symlink() or not file.is_file():
-            raise CheckFailed(f"overlay/{path} is not an ordinary file", fix="replace it with a copy of its target")
+            raise CheckFailed(
+                f"overlay/{path} is not an ordinary file", fix="replace it with a copy of its target"
+            )
         if not is_overlay(path):
             if path.count("/") == 0:
                 continue  # notes such as overlay/README.md are not laid into trees
@@ -62,7 +65,8 @@ def mode_of(file: Path) -> str:
 def shadowed(paths: Iterable[str], tree: Iterable[str]) -> dict[str, str]:
     """Return ``{overlay path: path of the tree that it would hide}``.
 
-    A path hides an equal one, one that differs in case alone (file systems that do not tell them apart), and a file
+    A path hides an equal one, one that differs in case alone (file systems that do not tell them apart),
+    and a file
     where it needs a folder or the reverse.
     """
     known: dict[str, str] = {}

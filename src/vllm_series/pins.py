@@ -28,7 +28,8 @@ class Artifact:
 
 @dataclass(frozen=True)
 class Source:
-    """The upstream source: ``commit`` is an abbreviated id, ``tree`` the git tree of the import ('' if unknown)."""
+    """The upstream source: ``commit`` is an abbreviated id, ``tree`` the git tree of the import ('' if
+    unknown)."""
 
     version: str
     commit: str
@@ -73,7 +74,8 @@ class _Reader:
 
     def fail(self, key: str, what: str) -> CheckFailed:
         return CheckFailed(
-            f"{self.path.name}: {self.where}{key} {what}", fix=f"correct pins/{self.path.name} (docs/patches.md)"
+            f"{self.path.name}: {self.where}{key} {what}",
+            fix=f"correct pins/{self.path.name} (docs/patches.md)",
         )
 
     def text(self, key: str, pattern: str | None = None, *, empty: bool = False) -> str:

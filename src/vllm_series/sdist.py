@@ -19,7 +19,8 @@ _COMMIT = re.compile(rb"commit_id\s*=\s*'g([0-9a-f]{7,40})'")
 
 @dataclass(frozen=True)
 class Member:
-    """One file of an sdist; ``path`` is relative to its top folder, ``mode`` git's (100644, 100755, 120000)."""
+    """One file of an sdist; ``path`` is relative to its top folder, ``mode`` git's (100644, 100755,
+    120000)."""
 
     path: str
     mode: str
@@ -68,7 +69,8 @@ def members(path: Path) -> Iterator[Member]:
                     raise _unsafe(path, f"{entry.name} (neither a file nor a link)")
     except (tarfile.TarError, EOFError, zlib.error) as err:
         raise IntegrityError(
-            f"{path.name} is not a readable source archive: {err}", fix="remove it from the cache and fetch it again"
+            f"{path.name} is not a readable source archive: {err}",
+            fix="remove it from the cache and fetch it again",
         ) from err
 
 
@@ -81,7 +83,9 @@ def commit_id(path: Path) -> str:
     for member in members(path):
         if member.path == VERSION_FILE:
             return commit_in(member.data, path)
-    raise IntegrityError(f"{path.name} has no {VERSION_FILE}, so its commit is not known", fix="use an official sdist")
+    raise IntegrityError(
+        f"{path.name} has no {VERSION_FILE}, so its commit is not known", fix="use an official sdist"
+    )
 
 
 def commit_in(version_file: bytes, path: Path) -> str:

@@ -21,7 +21,8 @@ _PATH = re.compile(rb'^(?:---|\+\+\+) (?:"?[ab]/)(.+?)"?\t?$')
 
 @dataclass(frozen=True)
 class Patch:
-    """One patch file. ``trailers`` keeps order and repeats; ``body`` is the message without subject and trailers."""
+    """One patch file. ``trailers`` keeps order and repeats; ``body`` is the message without subject and
+    trailers."""
 
     name: str
     data: bytes
@@ -125,7 +126,9 @@ def parse(name: str, data: bytes) -> Patch:
     rows = Git(Path.cwd()).lines(
         "interpret-trailers", "--parse", "--no-divider", data=b"subject\n\n" + message.strip(b"\n") + b"\n"
     )
-    trailers = tuple((row.split(":", 1)[0].strip(), row.split(":", 1)[1].strip()) for row in rows if ":" in row)
+    trailers = tuple(
+        (row.split(":", 1)[0].strip(), row.split(":", 1)[1].strip()) for row in rows if ":" in row
+    )
     body = message.decode("utf-8", "replace").strip("\n")
     return Patch(name, data, subject, body, str(mail["from"] or ""), trailers)
 

@@ -1,4 +1,5 @@
-"""Builds a line's commits in the object store: imported base, one commit per patch, the overlay as the last one.
+"""Builds a line's commits in the object store: imported base, one commit per patch, the overlay as the last
+one.
 
 The ids depend on pin, patches and overlay alone, so two machines get the same commits.
 """
@@ -29,7 +30,8 @@ OVERLAY_MESSAGE = f"{OVERLAY_SUBJECT}\n\nFiles of the series that upstream does 
 
 @dataclass(frozen=True)
 class Stack:
-    """The commits of one line. ``top`` is the last patch's commit (the base without patches), ``head`` the overlay's."""
+    """The commits of one line. ``top`` is the last patch's commit (the base without patches), ``head`` the
+    overlay's."""
 
     key: str
     line: str
@@ -74,9 +76,11 @@ def build(
     name: str | None = None,
     complete: bool = True,
 ) -> Stack:
-    """Apply ``patches`` strictly in a scratch work tree and lay the overlay on top; touches no ref and no user file.
+    """Apply ``patches`` strictly in a scratch work tree and lay the overlay on top; touches no ref and no
+    user file.
 
-    ``base`` defaults to the pin's import. The caller holds the line's lock (or passes its own scratch ``name``).
+    ``base`` defaults to the pin's import. The caller holds the line's lock (or passes its own scratch
+    ``name``).
 
     Raises:
         CheckFailed: a patch does not apply, or the overlay shadows a file.

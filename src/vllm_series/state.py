@@ -106,7 +106,9 @@ def inspect(ws: Workspace, pin: Pin) -> TreeState:
 
 def dirty_paths(git: Git) -> list[str]:
     """Return the paths with uncommitted changes; ignored files and by-products do not count."""
-    fields = git.paths("status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--ignore-submodules=none")
+    fields = git.paths(
+        "status", "--porcelain", "-z", "--untracked-files=all", "--no-renames", "--ignore-submodules=none"
+    )
     return [row[3:] for row in fields if not (row.startswith("??") and overlay.is_junk(row[3:]))]
 
 
@@ -125,12 +127,13 @@ def _operation(path: Path) -> str:
 
 
 def _unexported(git: Git, base: str, head: str, stamp: Stack | None) -> tuple[str, ...]:
-    """Commits of HEAD that the stamp does not have; also commits of the stamp that HEAD lost, marked with '-'."""
+    """Commits of HEAD that the stamp does not have; also commits of the stamp that HEAD lost, marked with
+    '-'."""
     known = stamp.head if stamp else base
-    if head == known or head == base:
+    if head in {known, base}:
         return ()
-    added = git.lines("log", "--reverse", "--format=%H %s", f"{known}..{head}")
-    lost = git.lines("log", "--reverse", "--format=- %H %s", f"{head}..{known}")
+    added = git.lines("log", "--reverse", "--format=%h %s", f"{known}..{head}")
+    lost = git.lines("log", "--reverse", "--format=- %h %s", f"{head}..{known}")
     if not added and stamp and head in {stamp.base, *(c for _, c in stamp.commits)}:
         return ()  # the user moved back to a state that is on record: nothing of his is at stake
     return (*added, *lost)
@@ -150,7 +153,9 @@ def _stale(ws: Workspace, pin: Pin, stamp: Stack | None) -> list[str]:
         laid = {path: " ".join(row) for path, row in overlay.entries(ws).items()}
     except SeriesError as err:
         return [*found, err.message]
-    found += [f"patches/{pin.line}/{name} changed" for name, sha in now.items() if stamp.patches.get(name) != sha]
+    found += [
+        f"patches/{pin.line}/{name} changed" for name, sha in now.items() if stamp.patches.get(name) != sha
+    ]
     found += [f"patches/{pin.line}/{name} is gone" for name in stamp.patches if name not in now]
     if not found and list(now) != list(stamp.patches):
         found.append(f"patches/{pin.line}/series has another order")
@@ -183,16 +188,20 @@ def require(found: TreeState, line: str, accepted: Iterable[State]) -> None:
     if found.state is State.AHEAD:
         rows = "\n    ".join(row[:90] for row in found.unexported[:5])
         raise WouldLoseWork(
-            f"build/{line} is AHEAD: it differs from what was applied by commits that are not exported:\n    {rows}",
-            fix=f"series export {line}, or drop them (kept under refs/series/saved): series apply {line} --discard",
+            f"build/{line} is AHEAD: commits differ from what was applied and are not exported:\n    {rows}",
+            fix=f"series export {line}, or drop them (kept under refs/series/saved): "
+            f"series apply {line} --discard",
         )
     if found.state is State.FOREIGN:
         raise WouldLoseWork(
-            f"build/{line} is FOREIGN: {found.detail}", fix=f"move it away: mv {shown} {shown}.old, then: series apply {line}"
+            f"build/{line} is FOREIGN: {found.detail}",
+            fix=f"move it away: mv {shown} {shown}.old, then: series apply {line}",
         )
     if found.state is State.PARTIAL:
         if found.interrupted:
-            raise WouldLoseWork(f"build/{line} is PARTIAL: {found.detail}", fix=f"series apply {line} ends it")
+            raise WouldLoseWork(
+                f"build/{line} is PARTIAL: {found.detail}", fix=f"series apply {line} ends it"
+            )
         raise WouldLoseWork(
             f"build/{line} is PARTIAL: {found.detail}",
             fix=f"end the git operation in {shown}, or: series apply {line}",

@@ -30,7 +30,12 @@ class Step:
     error: SeriesError | None = field(default=None, repr=False)
 
     def as_json(self) -> dict[str, Any]:
-        row: dict[str, Any] = {"name": self.name, "ok": self.ok, "seconds": round(self.seconds, 3), "detail": self.detail}
+        row: dict[str, Any] = {
+            "name": self.name,
+            "ok": self.ok,
+            "seconds": round(self.seconds, 3),
+            "detail": self.detail,
+        }
         if self.error:
             row |= {"error": self.error.message, "fix": self.error.fix, "exit_code": self.error.exit_code}
         return row
@@ -125,7 +130,11 @@ class _Run:
 
     def check_compile(self) -> str:
         store = importer.odb(self.ws)
-        paths = [p for p, how in store.changed(self.made.base, self.made.head).items() if p.endswith(".py") and how != "D"]
+        paths = [
+            p
+            for p, how in store.changed(self.made.base, self.made.head).items()
+            if p.endswith(".py") and how != "D"
+        ]
         for path in paths:
             compile_file(store.blob(self.made.head, path) or b"", path)
         return f"{len(paths)} Python files"

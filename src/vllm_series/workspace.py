@@ -41,7 +41,7 @@ class Workspace:
 
     @property
     def work(self) -> Path:
-        """Scratch folder of the tool (object store, saved states); safe to delete when nothing is in progress."""
+        """Object store and saved states of the tool; safe to delete when nothing is in progress."""
         return self.root / ".work"
 
     @property
