@@ -209,7 +209,10 @@ def _register_areas(group: click.Group) -> None:
     """Let each area that is there add its commands: ``cli_<area>.register(group)``."""
     for name in AREAS:
         if importlib.util.find_spec(f"vllm_series.{name}"):
-            importlib.import_module(f"vllm_series.{name}").register(group)
+            try:
+                importlib.import_module(f"vllm_series.{name}").register(group)
+            except ImportError as err:  # an environment from before the area got its dependency
+                say(f"note: the commands of {name} are missing: {err} (fix: uv sync)")
 
 
 def main(argv: list[str] | None = None) -> None:
