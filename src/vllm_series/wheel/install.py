@@ -1,0 +1,209 @@
+"""Tries a wheel: archive, content, and real installs on each Python that is there."""
+
+from __future__ import annotations
+
+import email.parser
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+
+from vllm_series.errors import CheckFailed, UsageError
+from vllm_series.ui import say
+from vllm_series.wheel import repack
+from vllm_series.wheel.archive import Source
+from vllm_series.wheel.names import WheelName
+from vllm_series.wheel.recipe import Recipe
+from vllm_series.wheel.uvtool import Uv, find_uv
+from vllm_series.workspace import Workspace
+
+_PROBE = Path(__file__).with_name("probe.py")
+_FULL_PROBE = """
+import json, vllm, vllm.dsa
+print("RESULT " + json.dumps({"version": vllm.__version__, "info": vllm.dsa.info()}))
+"""
+
+
+@dataclass(frozen=True)
+class Installed:
+    """What one scratch environment showed."""
+
+    python: str
+    files: int
+    compiled: int
+    requires: int
+
+
+@dataclass
+class Report:
+    """Result of the checks; ``full`` is the answer of ``vllm.dsa.info()`` if that was asked for."""
+
+    members: int = 0
+    changed: int = 0
+    installs: list[Installed] = field(default_factory=list)
+    full: dict[str, Any] | None = None
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@contextmanager
+def scratch_folder(ws: Workspace, name: str) -> Iterator[Path]:
+    """Yield a new folder under ``.work/`` that is removed afterwards."""
+    base = ws.work / "check"
+    base.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=base))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def check_archive(path: Path) -> int:
+    """Read each member and compare it with its checksum; returns their number.
+
+    Raises:
+        CheckFailed: names the first damaged member.
+    """
+    with zipfile.ZipFile(path) as wheel:
+        bad = wheel.testzip()
+        if bad:
+            raise CheckFailed(f"{path.name}: {bad} is damaged", fix="build the wheel again")
+        return len(wheel.infolist())
+
+
+def check_contents(path: Path) -> None:
+    """Run check-wheel-contents on the wheel.
+
+    Raises:
+        CheckFailed: it finds something. W002 (equal files) is left out: upstream has many of them.
+    """
+    command = [sys.executable, "-m", "check_wheel_contents", "--no-config", "--ignore", "W002", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        said = (done.stdout + done.stderr).strip().splitlines()
+        raise CheckFailed(
+            "check-wheel-contents: " + "; ".join(said[:5]),
+            fix="mend the overlay or the patches that bring these files",
+        )
+
+
+def requires_python(path: Path) -> SpecifierSet:
+    """Return what METADATA says about Python versions."""
+    with Source(path) as wheel:
+        name = WheelName.parse(path.name)
+        metadata = email.parser.BytesParser().parsebytes(
+            wheel.read(f"{name.dist_info}/METADATA"), headersonly=True
+        )
+    return SpecifierSet(str(metadata.get("Requires-Python", "")))
+
+
+def check_installs(ws: Workspace, path: Path, recipe: Recipe, report: Report) -> None:
+    """Install without dependencies on each fitting Python and compare what lies there with the recipe.
+
+    Raises:
+        CheckFailed: metadata, RECORD, byte-compilation or content are not right.
+    """
+    expected = {
+        name: hashlib.sha256(data).hexdigest()
+        for name, data in repack.new_members(recipe).items()
+        if not name.endswith(".dist-info/RECORD")  # the installer appends its own lines
+    }
+    report.changed = len(expected)
+    question = json.dumps({"version": recipe.pin.wheel_version, "expected": expected})
+    with scratch_folder(ws, "install") as folder:
+        uv = Uv(find_uv(ws), folder / "cache")
+        for found in uv.interpreters(requires_python(path)):
+            python = uv.venv(folder / f"py{found.version}", found.path)
+            uv.install(python, "--no-deps", "--offline", path)
+            done = subprocess.run(
+                [python, "-I", _PROBE],
+                input=question,
+                capture_output=True,
+                text=True,
+                env=_plain_env(),
+                check=False,
+            )
+            if done.returncode:
+                raise CheckFailed(f"the check on Python {found.version} ended early: {done.stderr.strip()}")
+            seen = json.loads(done.stdout)
+            if seen["problems"]:
+                more = f" (and {len(seen['problems']) - 3} more)" if len(seen["problems"]) > 3 else ""
+                raise CheckFailed(
+                    f"installed on Python {found.version}: " + "; ".join(seen["problems"][:3]) + more,
+                    fix="remove the wheel from dist/ and build it again",
+                )
+            report.installs.append(
+                Installed(seen["python"], seen["files"], seen["compiled"], seen["requires"])
+            )
+            say(f"check: installs on Python {seen['python']}: {seen['files']} files as RECORD says")
+    if not report.installs:
+        raise UsageError("no Python that this wheel allows is installed", fix="install Python 3.11 or newer")
+
+
+def full_check(ws: Workspace, path: Path, recipe: Recipe, report: Report) -> None:
+    """Install the wheel with the exact dependencies of its metadata, import it and ask ``vllm.dsa.info()``.
+
+    Raises:
+        CheckFailed: a dependency does not install or does not fit, or the import says something else.
+    """
+    with scratch_folder(ws, "full") as folder:
+        uv = Uv(find_uv(ws))
+        found = uv.interpreters(requires_python(path))[0]
+        python = uv.venv(folder / "env", found.path)
+        say(
+            f"full check: installing torch {recipe.pin.torch} and the dependencies (several GB) "
+            f"on Python {found.version}"
+        )
+        uv.install(python, path, f"torch=={recipe.pin.torch}")
+        uv.run("pip", "check", "--python", python)
+        # Without a GPU vLLM finds no platform by itself; naming one lets the import go through anywhere.
+        env = _plain_env() | {"VLLM_TARGET_DEVICE": "cpu", "HOME": str(folder)}
+        done = subprocess.run(
+            [python, "-c", _FULL_PROBE], capture_output=True, text=True, env=env, cwd=folder, check=False
+        )
+        answers = [
+            line.removeprefix("RESULT ") for line in done.stdout.splitlines() if line.startswith("RESULT ")
+        ]
+        if done.returncode or not answers:
+            tail = "\n".join(done.stderr.strip().splitlines()[-15:])
+            raise CheckFailed(f"`import vllm` failed:\n{tail}")
+        answer = json.loads(answers[0])
+        if (
+            answer["version"] != recipe.pin.wheel_version
+            or answer["info"]["version"] != recipe.pin.wheel_version
+        ):
+            raise CheckFailed(f"vllm.__version__ is {answer['version']}, expected {recipe.pin.wheel_version}")
+        report.full = answer["info"]
+        say(f"full check: import vllm gives {answer['version']}, vllm.dsa.info() answers")
+
+
+def _plain_env() -> dict[str, str]:
+    """The environment without what would let other packages or settings in."""
+    dropped = ("PYTHON", "VIRTUAL_ENV", "VLLM_")
+    return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
+
+
+def check(ws: Workspace, path: Path, recipe: Recipe, *, full: bool) -> Report:
+    """Run all checks on a built wheel.
+
+    Raises:
+        CheckFailed: the first one that fails.
+    """
+    report = Report(members=check_archive(path))
+    check_contents(path)
+    check_installs(ws, path, recipe, report)
+    if full:
+        full_check(ws, path, recipe, report)
+    return report
