@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_series import fetch, importer, lock, overlay, series, stack, state
+from vllm_series import fetch, identity, importer, lock, overlay, series, stack, state
 from vllm_series.errors import UsageError
 from vllm_series.git import Git
 from vllm_series.lock_file import locked
@@ -74,15 +74,18 @@ def apply(
             _check_lock(ws, made, imported)
         same = found.stamp and found.stamp.key == made.key and found.stamp.complete == made.complete
         if same and found.state is (State.APPLIED if before is None else State.PARTIAL):
+            identity.write(found.path, pin)
             return Applied(made, found.path, changed=False)
         try:
             if found.state is State.ABSENT:
                 _create(ws, made)
+                identity.write(found.path, pin)
                 return Applied(made, found.path, changed=True)
             saved = ""
             if discard and found.state in {State.DIRTY, State.AHEAD, State.PARTIAL}:
                 saved = _save(ws, pin, found)
             _move(ws, made, found)
+            identity.write(found.path, pin)
             return Applied(made, found.path, changed=True, saved=saved)
         except OSError as err:
             raise fetch.disk_error(err, found.path) from err

@@ -1,0 +1,44 @@
+"""Tells an applied tree which build it is: the record that ``vllm.dsa.info()`` reads, as a file git ignores.
+
+The overlay is the same for all lines, so it cannot know its line by itself. A wheel carries the full record
+(see ``wheel/provenance.py``) under the same name.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from vllm_series.pins import Pin
+
+#: Read by overlay/vllm/dsa/provenance.py.
+RECORD = "vllm/dsa/_provenance.json"
+
+
+def record(pin: Pin) -> str:
+    """Return the text of the record for a tree of this pin."""
+    data = {
+        "kind": "source tree",
+        "line": pin.line,
+        "version": pin.wheel_version,
+        "series_version": str(pin.dsa),
+        "upstream_commit": pin.source.commit,
+    }
+    return json.dumps(data, indent=2) + "\n"
+
+
+def write(tree: Path, pin: Pin) -> None:
+    """Put the record into an applied tree and make git ignore it there; does nothing if it is there already."""
+    target = tree / RECORD
+    if not target.parent.is_dir():  # a tree without the overlay
+        return
+    exclude = tree / ".git" / "info" / "exclude"
+    rows = exclude.read_text(encoding="utf-8") if exclude.is_file() else ""
+    if f"/{RECORD}" not in rows.splitlines():
+        exclude.parent.mkdir(exist_ok=True)
+        exclude.write_text(
+            rows + ("" if not rows or rows.endswith("\n") else "\n") + f"/{RECORD}\n", encoding="utf-8"
+        )
+    text = record(pin)
+    if not target.is_file() or target.read_text(encoding="utf-8") != text:
+        target.write_text(text, encoding="utf-8")
