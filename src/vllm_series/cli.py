@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import click
 from vllm_series import __version__, fetch, lock, pins, stack, state
 from vllm_series import apply as applying
 from vllm_series import export as exporting
+from vllm_series import lint as linting
 from vllm_series import verify as verifying
 from vllm_series.errors import SeriesError
 from vllm_series.ui import emit, json_option, say, workspace
@@ -203,6 +205,23 @@ def verify_command(
     emit({"ok": not errors, "lines": rows}, as_json=as_json, text="\n".join(text))
     if errors:
         ctx.exit(max(error.exit_code for error in errors))
+
+
+@cli.command("lint")
+@click.argument("lines", nargs=-1)
+@json_option
+@click.pass_context
+def lint_command(ctx: click.Context, lines: tuple[str, ...], as_json: bool) -> None:
+    """Check patches, trailers, series and overlay of LINES (default: all) against the rules."""
+    ws = workspace(ctx)
+    problems = list(dict.fromkeys(row for line in _lines(ws, lines) for row in linting.lint(ws, line)))
+    emit(
+        {"ok": not problems, "problems": [asdict(row) for row in problems]},
+        as_json=as_json,
+        text="\n".join(map(str, problems)) or "no problems",
+    )
+    if problems:
+        ctx.exit(1)
 
 
 def _register_areas(group: click.Group) -> None:

@@ -9,11 +9,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from vllm_series import (
+    anchors,
+    export,
+    fetch,
+    importer,
+    lint,
+    lock,
+    overlay,
+    probes,
+    sdist,
+    series,
+    stack,
+    upstreamed,
+)
 from vllm_series import apply as applying
-from vllm_series import export, fetch, importer, lock, overlay, sdist, series, stack
 from vllm_series.errors import CheckFailed, IntegrityError, SeriesError
 from vllm_series.pins import Pin, load_pin
 from vllm_series.stack import Stack
+from vllm_series.trees import Tree
 from vllm_series.workspace import Workspace
 
 OLDEST_PYTHON = (3, 10)  # grammar that the 0.28.0 line still accepts
@@ -79,6 +93,10 @@ class _Run:
             ("series", self.check_series),
             ("apply", self.check_apply),
             ("lock", self.check_lock),
+            ("lint", self.check_lint),
+            ("anchors", self.check_anchors),
+            ("live", self.check_live),
+            ("upstreamed", self.check_upstreamed),
             ("round trip", self.check_round_trip),
             ("compile", self.check_compile),
         ]
@@ -117,6 +135,38 @@ class _Run:
         lock.check(self.ws, self.made)
         return "LOCK matches"
 
+    def check_lint(self) -> str:
+        problems = lint.lint(self.ws, self.line)
+        _fail(map(str, problems), f"series lint {self.line} shows all of them")
+        return "series, trailers and overlay follow the rules"
+
+    def check_anchors(self) -> str:
+        store, before, problems = importer.odb(self.ws), self.made.base, []
+        for patch, (_, commit) in zip(self.patches, self.made.commits, strict=True):
+            problems += [f"{patch.name}: {row}" for row in anchors.check_patch(store, before, commit, patch)]
+            before = commit
+        _fail(problems, "move the lines into the anchored place, or correct the Anchor trailer; then export")
+        return "every added line lies in its anchor"
+
+    def check_live(self) -> str:
+        tree, problems, asked = Tree(importer.odb(self.ws), self.made.base), [], 0
+        for patch in self.patches:
+            for probe in patch.get("Live-When"):
+                answer = probes.ask(tree, probe)
+                asked += 1
+                if not answer.ok:
+                    problems.append(f"{patch.name}: Live-When {probe}: {answer.detail}")
+        _fail(
+            problems,
+            "the patch changes code that no DSA model runs: move it to the code that does, or drop it",
+        )
+        return f"{asked} probes"
+
+    def check_upstreamed(self) -> str:
+        problems = upstreamed.check(self.ws, self.line, Tree(importer.odb(self.ws), self.made.base))
+        _fail(problems, f"carry the change as a patch again, or correct patches/{self.line}/upstreamed.toml")
+        return f"{len(upstreamed.load(self.ws, self.line))} entries hold"
+
     def check_round_trip(self) -> str:
         store = importer.odb(self.ws)
         commits = export.collect(self.ws, store, self.made.base, self.made.head, self.line)
@@ -138,6 +188,12 @@ class _Run:
         for path in paths:
             compile_file(store.blob(self.made.head, path) or b"", path)
         return f"{len(paths)} Python files"
+
+
+def _fail(problems: Iterable[str], fix: str) -> None:
+    rows = list(problems)
+    if rows:
+        raise CheckFailed("\n".join(rows), fix=fix)
 
 
 def compile_file(data: bytes, path: str) -> None:
