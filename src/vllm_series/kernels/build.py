@@ -114,8 +114,14 @@ def _make(
     clean: bool,
 ) -> KernelBuild:
     start = time.monotonic()
-    tool_key = sha256_of(json.dumps([provenance["nvcc"], provenance["host"]], sort_keys=True).encode())[:12]
-    # One folder per toolchain and checkout: after an edit ninja compiles only what changed.
+    # One folder per toolchain and checkout: after an edit ninja compiles only what changed. Paths count too:
+    # CMake drops settings (CMAKE_BUILD_TYPE for one) when a folder meets another compiler.
+    parts = [
+        provenance["nvcc"],
+        provenance["host"],
+        *map(str, (nvcc.nvcc, tools.cxx, tools.cmake, tools.ninja)),
+    ]
+    tool_key = sha256_of(json.dumps(parts, sort_keys=True).encode())[:12]
     folder = ws.work / "kernels" / tool_key
     with locked(folder.parent / f".{tool_key}.lock"):
         if clean and folder.exists():
@@ -126,14 +132,14 @@ def _make(
         facts = inspect(made)
         check(facts)
         digest = sha256_file(made)
-        provenance = {**provenance, "sha256": digest, "library": facts.as_dict()}
+        record = json.dumps({**provenance, "sha256": digest, "library": facts.as_dict()}, indent=2) + "\n"
         kept.mkdir(parents=True, exist_ok=True)
         library = kept / LIBRARY
         write_atomic(library, made.read_bytes(), mode=0o755)
-        write_atomic(kept / "provenance.json", json.dumps(provenance, indent=2) + "\n")
+        write_atomic(kept / "provenance.json", record)
     took, size = time.monotonic() - start, library.stat().st_size / 1024
     say(f"built {LIBRARY} in {took:.1f} s: {size:.0f} KiB, needs glibc {facts.glibc} or newer")
-    return KernelBuild(library, digest, provenance)
+    return KernelBuild(library, digest, json.loads(record))
 
 
 def _compile(
