@@ -92,11 +92,10 @@ def test_edits_damage_and_mistakes(small_checkout: Checkouts) -> None:
     source.write_text(text)
     assert kernels.build(ws).sha256 == first.sha256
 
-    # A call that only newer C libraries answer fails the link and is named.
-    source.write_text(
-        text + '\nextern "C" unsigned arc4random();\nDSA_EXPORT int dsa_new() { return arc4random() & 1; }\n'
-    )
-    with pytest.raises(CheckFailed, match="undefined reference to `arc4random'"):
+    # A function of glibc 2.36 fails the link, by name.
+    late = 'extern "C" int pidfd_open(int, unsigned);\nDSA_EXPORT int dsa_late() { return pidfd_open(1, 0); }'
+    source.write_text(f"{text}\n{late}\n")
+    with pytest.raises(CheckFailed, match="undefined reference to `pidfd_open'"):
         kernels.build(ws)
 
     # A warning is an error: nothing may hide in a long log.

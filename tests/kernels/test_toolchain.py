@@ -11,10 +11,10 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from vllm_series.fetch import fetch
 
 from vllm_series import kernels
 from vllm_series.errors import CheckFailed, IntegrityError, NeedsPerson, UsageError
+from vllm_series.fetch import fetch
 from vllm_series.kernels import KernelBuild, host, toolchain
 from vllm_series.workspace import Workspace
 
