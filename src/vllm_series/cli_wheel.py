@@ -63,11 +63,13 @@ def wheel(
     gathered = time.monotonic()
     built = repack.repack(recipe, output or ws.dist, ws.work / "wheel")
     done = time.monotonic()
-    verb = "up to date" if built.reused else "wrote"
-    say(f"{verb}: {built.path} ({mebibytes(built.size)}, repacked in {done - gathered:.1f} s)")
+    if built.reused:
+        say(f"up to date, nothing to do: {built.path}")
+    else:
+        say(f"wrote {built.path}: {mebibytes(built.size)}, repacked in {done - gathered:.1f} s")
     report = None
     if wants_check or full_check:
-        report = install.check(ws, built.path, recipe, full=full_check)
+        report = install.check(ws, built, recipe, full=full_check)
     data: dict[str, Any] = {
         "wheel": str(built.path),
         "sha256": built.sha256,

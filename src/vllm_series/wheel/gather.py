@@ -6,7 +6,7 @@ import platform as machine
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_series import __version__, importer, kernels, lock, pins, series, stack
+from vllm_series import __version__, importer, kernels, lock, pins, series, stack, state
 from vllm_series.errors import IntegrityError, UsageError
 from vllm_series.fetch import fetch
 from vllm_series.git import Git
@@ -46,6 +46,16 @@ def read_blobs(git: Git, ids: list[str]) -> list[bytes]:
     return found
 
 
+def _warn_of_work(ws: Workspace, pin: pins.Pin) -> None:
+    """Say that changes in ``build/LINE`` that were not exported are not in the wheel."""
+    found = state.inspect(ws, pin).state
+    if found in (state.State.AHEAD, state.State.DIRTY, state.State.PARTIAL):
+        say(
+            f"note: build/{pin.line} is {found.value}: what is not exported is not in this wheel "
+            f"(series export {pin.line})"
+        )
+
+
 def _kernels(ws: Workspace, platform: str, wanted: bool) -> Kernels | None:
     if not wanted:
         return None
@@ -76,6 +86,7 @@ def gather(
             fix="name one of them with --platform",
         )
     git = importer.odb(ws)
+    _warn_of_work(ws, pin)
     made = stack.current(ws, pin)
     lock.check(ws, made)
     upstream_wheel = fetch(ws, pin.wheels[platform], sources)

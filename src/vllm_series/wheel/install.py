@@ -20,6 +20,7 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 
 from vllm_series.errors import CheckFailed, UsageError
+from vllm_series.files import write_atomic
 from vllm_series.ui import say
 from vllm_series.wheel import repack
 from vllm_series.wheel.archive import Source
@@ -195,15 +196,47 @@ def _plain_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
-def check(ws: Workspace, path: Path, recipe: Recipe, *, full: bool) -> Report:
-    """Run all checks on a built wheel.
+def check(ws: Workspace, built: repack.Built, recipe: Recipe, *, full: bool) -> Report:
+    """Run all checks on a built wheel, unless this very file passed them before on the same Pythons.
 
     Raises:
         CheckFailed: the first one that fails.
     """
-    report = Report(members=check_archive(path))
-    check_contents(path)
-    check_installs(ws, path, recipe, report)
+    note = ws.work / "wheel" / f"{built.path.name}.checked.json"
+    key = _check_key(ws, built)
+    known = _noted(note, key)
+    if known and (known.full or not full):
+        say(
+            f"check: passed before on Python {', '.join(one.python for one in known.installs)}, nothing to do"
+        )
+        return known
+    report = Report(members=check_archive(built.path))
+    check_contents(built.path)
+    check_installs(ws, built.path, recipe, report)
     if full:
-        full_check(ws, path, recipe, report)
+        full_check(ws, built.path, recipe, report)
+    write_atomic(note, json.dumps({"key": key, "report": report.as_dict()}) + "\n")
     return report
+
+
+def _check_key(ws: Workspace, built: repack.Built) -> str:
+    """A digest of the file, of the checks' own code and of the Pythons that they use."""
+    digest = hashlib.sha256(built.sha256.encode())
+    for module in (Path(__file__), _PROBE):
+        digest.update(module.read_bytes())
+    for found in Uv(find_uv(ws)).interpreters(requires_python(built.path)):
+        digest.update(f"{found.version} {found.path}\n".encode())
+    return digest.hexdigest()
+
+
+def _noted(note: Path, key: str) -> Report | None:
+    """The report of an earlier run with the same key."""
+    try:
+        found = json.loads(note.read_text())
+        if found["key"] != key:
+            return None
+        report = Report(**found["report"])
+        report.installs = [Installed(**one) for one in found["report"]["installs"]]
+        return report
+    except (OSError, ValueError, KeyError, TypeError):
+        return None

@@ -70,10 +70,11 @@ class Uv:
 
     def interpreters(self, wanted: SpecifierSet) -> list[Interpreter]:
         """Return the installed CPythons that ``wanted`` allows: one a minor version, this one first."""
-        # pyenv puts only stubs on PATH, which fail for versions that are not selected: show uv the real ones.
+        # pyenv puts stubs on PATH that fail for versions that are not selected: show uv the real ones.
         pyenv = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
         folders = [str(folder) for folder in sorted(pyenv.glob("versions/3.*/bin"))]
-        env = {"PATH": os.pathsep.join([*folders, os.environ.get("PATH", os.defpath)])}
+        folders += [one for one in os.get_exec_path() if Path(one) != pyenv / "shims"]
+        env = {"PATH": os.pathsep.join(folders)}
         text = self.run("python", "list", "--only-installed", "--output-format", "json", env=env)
         found: dict[tuple[int, ...], Interpreter] = {}
         running = Interpreter(Version(".".join(map(str, sys.version_info[:3]))), Path(sys.executable))

@@ -1,0 +1,94 @@
+#!/usr/bin/env bash
+# Runs the project's tests in stages. Each stage has a budget in minutes, after which it is stopped and counts as
+# failed; together they stay within 45 minutes on 2 cores. The table at the end shows what each one took.
+# shellcheck disable=SC2329 # the run_* functions are called by name
+set -euo pipefail
+
+STAGES=(lint unit real verify)
+declare -A BUDGET=([lint]=3 [unit]=6 [real]=10 [verify]=3)
+declare -A TITLE=(
+    [lint]="ruff, mypy, shellcheck"
+    [unit]="our tests without an upstream tree"
+    [real]="our tests on the real upstream trees and wheels"
+    [verify]="series verify of all lines"
+)
+
+usage() {
+    echo "usage: scripts/test.sh [--only STAGE[,STAGE]] [--skip STAGE[,STAGE]] [--list] [--gpu]"
+    echo
+    for stage in "${STAGES[@]}"; do
+        printf '  %-9s %3s min  %s\n' "$stage" "${BUDGET[$stage]}" "${TITLE[$stage]}"
+    done
+    echo
+    echo "  --gpu     the GPU suite (prints how)"
+}
+
+fail() { echo "error: $1" >&2; usage >&2; exit 2; }
+
+check_names() {
+    local name
+    for name in ${1//,/ }; do
+        [ -n "${BUDGET[$name]:-}" ] || fail "unknown stage $name"
+    done
+}
+
+only="" skip=""
+while [ $# -gt 0 ]; do
+    case "$1" in
+        -h | --help | --list) usage; exit 0 ;;
+        --only | --skip)
+            [ $# -ge 2 ] || fail "$1 needs a stage"
+            check_names "$2"
+            if [ "$1" = --only ]; then only="$2"; else skip="$2"; fi
+            shift ;;
+        --gpu)
+            echo "error: the GPU suite is not in this release of scripts/test.sh" >&2
+            echo "  fix: on a machine with the GPU, install the wheel from dist/ with its dependencies and run" >&2
+            echo "       python -m pytest overlay/tests/dsa" >&2
+            exit 2 ;;
+        *) fail "unknown option $1" ;;
+    esac
+    shift
+done
+
+# shellcheck source=scripts/lib/env.sh
+. "$(dirname "${BASH_SOURCE[0]}")/lib/env.sh"
+cd "$VLLM_SERIES_ROOT"
+PATH="$VLLM_SERIES_ROOT/.venv/bin:$PATH"
+JOBS="${JOBS:-2}"
+
+run_lint() {
+    ruff check . && ruff format --check . && mypy && git ls-files -z '*.sh' '.ci/run' | xargs -0 shellcheck -x
+}
+
+run_unit() { pytest -n "$JOBS" -m "not slow and not torch" tests; }
+
+run_real() { pytest -n "$JOBS" -m "slow and not torch" tests; }
+
+run_verify() { series verify; }
+
+# A stage runs in a shell of its own, so that `timeout` can stop it with all its children.
+export -f series run_lint run_unit run_real run_verify
+export PATH JOBS
+
+rows=() failed=0 start_all=$SECONDS
+for stage in "${STAGES[@]}"; do
+    case ",$only," in ,, | *",$stage,"*) ;; *) continue ;; esac
+    case ",$skip," in *",$stage,"*) continue ;; esac
+    echo
+    echo "== $stage: ${TITLE[$stage]} (budget ${BUDGET[$stage]} min)"
+    start=$SECONDS code=0
+    timeout --kill-after=10 "${BUDGET[$stage]}m" bash -o pipefail -c "run_$stage" </dev/null || code=$?
+    case $code in
+        0) said=ok ;;
+        124 | 137) said="over its budget" ;;
+        *) said="FAILED ($code)" ;;
+    esac
+    [ "$code" -eq 0 ] || failed=1
+    rows+=("$(printf '%-9s %4d s of %2d min  %s' "$stage" $((SECONDS - start)) "${BUDGET[$stage]}" "$said")")
+done
+
+echo
+printf '%s\n' "${rows[@]}"
+echo "total     $((SECONDS - start_all)) s"
+exit $failed
