@@ -28,7 +28,7 @@ def record(pin: Pin) -> str:
 
 
 def write(tree: Path, pin: Pin) -> None:
-    """Put the record into an applied tree and make git ignore it there; does nothing if it is there already."""
+    """Put the record into an applied tree and make git ignore it there; a second call changes nothing."""
     target = tree / RECORD
     if not target.parent.is_dir():  # a tree without the overlay
         return
@@ -36,9 +36,8 @@ def write(tree: Path, pin: Pin) -> None:
     rows = exclude.read_text(encoding="utf-8") if exclude.is_file() else ""
     if f"/{RECORD}" not in rows.splitlines():
         exclude.parent.mkdir(exist_ok=True)
-        exclude.write_text(
-            rows + ("" if not rows or rows.endswith("\n") else "\n") + f"/{RECORD}\n", encoding="utf-8"
-        )
+        newline = "" if not rows or rows.endswith("\n") else "\n"
+        exclude.write_text(f"{rows}{newline}/{RECORD}\n", encoding="utf-8")
     text = record(pin)
     if not target.is_file() or target.read_text(encoding="utf-8") != text:
         target.write_text(text, encoding="utf-8")

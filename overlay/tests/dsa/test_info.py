@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import vllm.dsa
@@ -65,6 +66,18 @@ def test_probe_decides(shipped):
     shipped(lambda config: Status(State.DECLINED, f"config is {config}"))
     assert report.info("mine")["features"]["overlap"]["reason"] == "config is mine"
     assert features.status(features.KNOWN[0]).state is State.DECLINED
+
+
+def test_a_model_without_an_indexer_has_nothing_to_accelerate(shipped):
+    shipped(lambda config: Status(State.ACTIVE))
+
+    def config(**text_config):
+        return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**text_config)))
+
+    overlap = features.KNOWN[0]
+    assert features.status(overlap, config(index_topk=2048)) == Status(State.ACTIVE)
+    assert features.status(overlap, config(hidden_size=64)) == Status(State.OFF, "this model has no indexer")
+    assert features.status(overlap, SimpleNamespace(model_config=None)) == Status(State.ACTIVE)
 
 
 def test_probe_that_raises_is_a_state_not_a_crash(shipped):

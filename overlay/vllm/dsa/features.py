@@ -75,6 +75,7 @@ KNOWN: tuple[Feature, ...] = (
 
 MASTER = "VLLM_DSA"
 NOT_IN_RELEASE = "not in this release"
+NO_INDEXER = "this model has no indexer"
 
 _reported: dict[str, Status] = {}
 _lock = threading.Lock()
@@ -132,11 +133,23 @@ def status(known: Feature, config: Any | None = None) -> Status:
         if not switches.enabled():
             return Status(State.OFF, f"{MASTER}=0")
         switches.validate(feature.switches)
+        if config is not None and not has_indexer(config):
+            return Status(State.OFF, NO_INDEXER)
         return _reported.get(feature.name) or feature.probe(config)
     except (ValueError, switches.SwitchesMissing) as error:
         return Status(State.UNAVAILABLE, str(error))
     except Exception as error:
         return Status(State.UNAVAILABLE, f"probe failed: {type(error).__name__}: {error}")
+
+
+def has_indexer(config: Any) -> bool:
+    """Whether the engine's model selects keys by an indexer, told as upstream tells it: by ``index_topk``.
+
+    Args:
+        config: a VllmConfig; one without a model counts as having an indexer.
+    """
+    model = getattr(config, "model_config", None)
+    return model is None or hasattr(model.hf_text_config, "index_topk")
 
 
 def report_active(name: str, detail: str = "") -> None:
