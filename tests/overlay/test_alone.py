@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,13 @@ def test_every_module_has_its_license_and_docstring(root: Path) -> None:
         first, second = path.read_text(encoding="utf-8").splitlines()[:2]
         assert first == "# SPDX-License-Identifier: Apache-2.0", path
         assert second.startswith('"""'), path
+
+
+def test_it_is_code_for_python_3_10(root: Path) -> None:
+    """Line 0.28.0 supports 3.10: a newer function or class of the standard library would stop its start."""
+    mypy = [sys.executable, "-m", "mypy", "--python-version", "3.10", "overlay/vllm/dsa"]
+    done = subprocess.run(mypy, cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 @pytest.mark.parametrize("folder", ["vllm/dsa", "tests/dsa"])

@@ -18,13 +18,16 @@ from typing import Any
 from vllm.dsa import counters, log, switches
 
 
-class State(enum.StrEnum):
-    """What a feature does in this process."""
+class State(str, enum.Enum):
+    """What a feature does in this process. (Line 0.28.0 supports Python 3.10, which has no StrEnum.)"""
 
     ACTIVE = "active"  # used wherever it applies
     OFF = "off"  # its switch, or VLLM_DSA, says so
     DECLINED = "declined"  # switched on, but this model, card or configuration takes the upstream path
     UNAVAILABLE = "unavailable"  # not in this build, or it cannot be loaded
+
+    def __str__(self) -> str:
+        return self.value
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ def report_active(name: str, detail: str = "") -> None:
     """Record that a feature is used in this process: one INFO line, one count."""
     with _lock:
         _reported[name] = Status(State.ACTIVE, detail)
-    counters.count(name, State.ACTIVE, detail)
+    counters.count(name, State.ACTIVE.value, detail)
     log.info_once(f"{name}:active", "vllm.dsa %s: active%s", name, f" ({detail})" if detail else "")
 
 
@@ -169,7 +172,7 @@ def report_declined(name: str, reason: str) -> None:
         before = _reported.get(name)
         if before is None or before.state is not State.ACTIVE:
             _reported[name] = Status(State.DECLINED, reason)
-    counters.count(name, State.DECLINED, reason)
+    counters.count(name, State.DECLINED.value, reason)
     log.warning_once(
         f"{name}:declined:{reason}", "vllm.dsa %s: declined (%s), upstream's path is used", name, reason
     )
