@@ -61,9 +61,9 @@ run_lint() {
     ruff check . && ruff format --check . && mypy && git ls-files -z '*.sh' '.ci/run' | xargs -0 shellcheck -x
 }
 
-run_unit() { pytest -n "$JOBS" -m "not slow and not torch" tests; }
+run_unit() { pytest -n "$JOBS" --dist loadfile -m "not slow and not torch" tests; }
 
-run_real() { pytest -n "$JOBS" -m "slow and not torch" tests; }
+run_real() { pytest -n "$JOBS" --dist loadfile -m "slow and not torch" tests; }
 
 run_verify() { series verify; }
 
