@@ -15,6 +15,7 @@ from vllm_series.errors import CheckFailed
 from vllm_series.kernels import KernelBuild
 from vllm_series.workspace import Workspace
 
+pytestmark = pytest.mark.slow
 Checkouts = Callable[[str], Workspace]
 CSRC = Path("overlay/csrc/dsa")
 

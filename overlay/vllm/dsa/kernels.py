@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import ctypes
 import re
+import struct
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -108,6 +109,8 @@ def open_library(path: Path) -> Library | str:
     if not path.is_file():
         return f"this build has no kernels ({path.name} is missing)"
     try:
+        if not _is_whole(path):
+            return f"{path.name} cannot be loaded: the file is cut off, install the wheel again"
         handle = ctypes.CDLL(str(path))
     except OSError as error:
         return f"{path.name} cannot be loaded: {error}"
@@ -118,6 +121,17 @@ def open_library(path: Path) -> Library | str:
         return Library(path, handle)
     except (AttributeError, ValueError) as error:
         return f"{path.name} is not a kernel library of this project: {error}"
+
+
+def _is_whole(path: Path) -> bool:
+    """Whether the file is as long as its header says: loading a cut-off library would kill the process."""
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:6] != b"\x7fELF\x02\x01":  # 64-bit, little-endian
+        return False
+    (table,) = struct.unpack_from("<Q", header, 40)  # section headers, the last thing in the file
+    size, count = struct.unpack_from("<HH", header, 58)
+    return bool(table) and table + size * count <= path.stat().st_size
 
 
 def status() -> dict[str, Any]:
