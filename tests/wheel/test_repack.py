@@ -52,7 +52,7 @@ def test_name_version_and_content(upstream: Upstream, tmp_path: Path) -> None:
     assert scope["commit_id"] == "gabcdef123"
     head, body = read[f"{INFO}/METADATA"].split(b"\n\n", 1)
     assert b"\nVersion: 1.2.0+dsa.3\n" in head and b"\nVersion: 1.2.0\n" in b"\n" + body
-    assert b"Requires-Python: <3.15,>=3.11\n" in head  # the overlay needs 3.11
+    assert b"\nRequires-Python: <3.15,>=3.10\n" in head
     wheel_file = read[f"{INFO}/WHEEL"].decode().splitlines()
     assert wheel_file[:3] == ["Wheel-Version: 1.0", "Generator: vllm-series (test)", "Root-Is-Purelib: false"]
     assert [line for line in wheel_file if line.startswith(("Tag", "Build"))] == [

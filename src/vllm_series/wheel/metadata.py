@@ -9,8 +9,6 @@ from packaging.version import Version
 from vllm_series.errors import IntegrityError
 from vllm_series.wheel.names import WheelName
 
-LEAST_PYTHON = 11  # minor version of Python 3 that the overlay is written for
-
 
 def _once(text: str, pattern: str, new: str, what: str) -> str:
     found = re.findall(pattern, text, flags=re.MULTILINE)
@@ -30,21 +28,6 @@ def set_metadata_version(data: bytes, old: str, new: str) -> bytes:
     """
     head, gap, body = data.decode("utf-8").partition("\n\n")
     head = _once(head, rf"^Version: {re.escape(old)}$", f"Version: {new}", "METADATA")
-    return (head + gap + body).encode("utf-8")
-
-
-def raise_python(data: bytes, least: int = LEAST_PYTHON) -> bytes:
-    """METADATA whose ``Requires-Python`` does not allow less than 3.``least``, which the overlay needs.
-
-    Raises:
-        IntegrityError: there is no lower bound to raise.
-    """
-    head, gap, body = data.decode("utf-8").partition("\n\n")
-    found = re.findall(r"^Requires-Python: .*>=\s*3\.(\d+)", head, flags=re.MULTILINE)
-    if len(found) != 1:
-        raise IntegrityError("METADATA: no single Requires-Python with a lower bound 3.x")
-    if int(found[0]) < least:
-        head = re.sub(r"^(Requires-Python: .*>=\s*3)\.\d+", rf"\g<1>.{least}", head, flags=re.MULTILINE)
     return (head + gap + body).encode("utf-8")
 
 

@@ -126,8 +126,8 @@ def members(recipe: Recipe, source: Source) -> list[Member]:
     replaced[VERSION_MODULE] = metadata.set_module_version(
         source.read(VERSION_MODULE), recipe.pin.version, version
     )
-    replaced[f"{old}/METADATA"] = metadata.raise_python(
-        metadata.set_metadata_version(source.read(f"{old}/METADATA"), recipe.pin.version, version)
+    replaced[f"{old}/METADATA"] = metadata.set_metadata_version(
+        source.read(f"{old}/METADATA"), recipe.pin.version, version
     )
     replaced[f"{old}/WHEEL"] = metadata.render_wheel_file(
         source.read(f"{old}/WHEEL"), recipe.name, recipe.generator
