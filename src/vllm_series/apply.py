@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_series import fetch, identity, importer, lock, overlay, series, stack, state
-from vllm_series.errors import UsageError
+from vllm_series import clone, fetch, identity, importer, lock, overlay, series, stack, state
+from vllm_series.errors import IntegrityError, UsageError
 from vllm_series.git import Git
 from vllm_series.lock_file import locked
 from vllm_series.pins import Pin
@@ -69,9 +69,9 @@ def apply(
         if discard:
             accepted |= {State.DIRTY, State.AHEAD, State.PARTIAL}
         state.require(found, pin.line, accepted)
-        made = _wanted(ws, pin, before, base or imported)
+        made = _wanted(ws, pin, before, base or _base_of(ws, pin, found, imported))
         if before is None:
-            _check_lock(ws, made, imported)
+            _check_lock(ws, pin, made, imported)
         same = found.stamp and found.stamp.key == made.key and found.stamp.complete == made.complete
         if same and found.state is (State.APPLIED if before is None else State.PARTIAL):
             identity.write(found.path, pin)
@@ -104,10 +104,43 @@ def _wanted(ws: Workspace, pin: Pin, before: str | None, base: str) -> Stack:
     return stack.build(ws, pin, patches[: order.index(before)], {}, base=base, complete=False)
 
 
-def _check_lock(ws: Workspace, made: Stack, imported: str) -> None:
-    """Compare with LOCK; a stack on a clone's commit must change the same files to the same bytes."""
+def _base_of(ws: Workspace, pin: Pin, found: state.TreeState, imported: str) -> str:
+    """Stay on the commit of a clone if that is what the tree stands on, else take the import."""
+    if found.stamp is None or found.stamp.base == imported:
+        return imported
+    git, store = Git(found.path), importer.odb(ws)
+    if not git.commit_of(found.stamp.base) or not clone.is_clone_of(git, found.stamp.base, pin):
+        return imported
+    if not store.commit_of(found.stamp.base):
+        store.run(
+            "fetch",
+            "-q",
+            "--no-tags",
+            "--no-write-fetch-head",
+            str(found.path),
+            f"+HEAD:{clone.ref(pin.line)}",
+        )
+    return found.stamp.base
+
+
+def _check_lock(ws: Workspace, pin: Pin, made: Stack, imported: str) -> None:
+    """Compare with LOCK; a stack on a clone's commit must change the same files to the same bytes.
+
+    Raises:
+        CheckFailed: LOCK is of other patches.
+        IntegrityError: the result is another one.
+    """
     if made.base == imported:
         lock.check(ws, made)
+        return
+    own, store = stack.current(ws, pin, base=imported), importer.odb(ws)
+    lock.check(ws, own)
+    paths = sorted({*store.changed(made.base, made.top), *store.changed(own.base, own.top)})
+    if paths and store.files(made.top, *paths) != store.files(own.top, *paths):
+        raise IntegrityError(
+            f"line {pin.line}: the patches give other files on the clone's commit than on the sdist",
+            fix=f"leave --git out, and report it with `git -C build/{pin.line} log -1`",
+        )
 
 
 def _create(ws: Workspace, made: Stack) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from vllm_series import __version__, fetch, lock, pins, stack, state
+from vllm_series import __version__, clone, fetch, lock, pins, stack, state
 from vllm_series import apply as applying
 from vllm_series import export as exporting
 from vllm_series import lint as linting
@@ -111,15 +111,26 @@ def status_command(ctx: click.Context, lines: tuple[str, ...], as_json: bool) ->
     "--discard", is_flag=True, help="Overwrite unexported work; it is kept under refs/series/saved."
 )
 @click.option("--before", metavar="PATCH", help="Stop before this patch and leave the overlay out.")
+@click.option(
+    "--git", "url", metavar="URL", help="Take the pinned commit from this clone instead of the sdist."
+)
 @_source
 @json_option
 @click.pass_context
 def apply_command(
-    ctx: click.Context, line: str, discard: bool, before: str | None, sources: tuple[Path, ...], as_json: bool
+    ctx: click.Context,
+    line: str,
+    discard: bool,
+    before: str | None,
+    url: str | None,
+    sources: tuple[Path, ...],
+    as_json: bool,
 ) -> None:
     """Lay the patched tree of LINE out in build/LINE."""
     ws = workspace(ctx)
-    done = applying.apply(ws, pins.load_pin(ws, line), discard=discard, before=before, sources=sources)
+    pin = pins.load_pin(ws, line)
+    base = clone.base_from(ws, pin, url, sources) if url else None
+    done = applying.apply(ws, pin, discard=discard, before=before, base=base, sources=sources)
     what = f"{len(done.stack.commits)} patches and {len(done.stack.overlay)} overlay files"
     text = (
         f"{done.path}: applied {what}"
