@@ -218,7 +218,7 @@ def _stream(http: httpx.Client, url: str, part: Path, artifact: Artifact, have: 
         ):
             out.seek(have)
             try:
-                for chunk in answer.iter_raw(_CHUNK):
+                for chunk in answer.iter_raw():
                     out.write(chunk)
                     have += len(chunk)
                     if have > artifact.size:
