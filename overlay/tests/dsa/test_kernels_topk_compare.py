@@ -110,6 +110,8 @@ def test_op_has_a_fake_and_is_registered_once() -> None:
         assert (tuple(out.shape), out.dtype) == ((5, 4), torch.int32)
     a, b, limits = make_rows(1, 4, 8)
     torch.library.opcheck(torch.ops.dsa.topk_compare, (a, b, limits))
+    compiled = torch.compile(lambda *x: topk_compare(*x) + 1, fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(a, b, limits), topk_compare_reference(a, b, limits) + 1)
     first = torch.ops.dsa.topk_compare.default
     topk_compare(a, b, limits)
     assert torch.ops.dsa.topk_compare.default is first

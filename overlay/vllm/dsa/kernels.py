@@ -166,6 +166,8 @@ def register_op(
 ) -> Any:
     """Register one op in ``torch.ops.dsa``, exactly once per process, and return it.
 
+    Call it when the feature is set up, not in code that torch.compile traces; traced code calls the op.
+
     Args:
         schema: torch schema without a namespace, such as ``name(Tensor a, Tensor! out) -> ()``.
         cuda: implementation for CUDA tensors; takes pointers and launches through `Library.launch`.

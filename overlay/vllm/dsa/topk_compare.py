@@ -18,6 +18,8 @@ MAX_K = 2048
 #: Meaning of the columns of the result.
 ONLY_A, ONLY_B, MALFORMED_A, MALFORMED_B = range(4)
 
+_op: Any = None
+
 
 def topk_compare(a: torch.Tensor, b: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:
     """Count, for each row, in how many ids two top-k lists differ and how often each breaks the format.
@@ -39,7 +41,8 @@ def topk_compare(a: torch.Tensor, b: torch.Tensor, limits: torch.Tensor) -> torc
         KernelError: CUDA tensors, and the library is missing or does not run there.
     """
     _check(a, b, limits)
-    result: torch.Tensor = _op()(a, b, limits)
+    op = _op or register()
+    result: torch.Tensor = op(a, b, limits)
     return result
 
 
@@ -86,13 +89,16 @@ def _check(a: torch.Tensor, b: torch.Tensor, limits: torch.Tensor) -> None:
         raise ValueError(f"topk_compare: k is {a.shape[1]}, expected 1 to {MAX_K}")
 
 
-def _op() -> Any:
-    return kernels.register_op(
+def register() -> Any:
+    """Register ``torch.ops.dsa.topk_compare`` and return it; torch.compile must not trace this call."""
+    global _op
+    _op = kernels.register_op(
         "topk_compare(Tensor a, Tensor b, Tensor limits) -> Tensor",
         cuda=_cuda,
         fake=_fake,
         cpu=topk_compare_reference,
     )
+    return _op
 
 
 def _cuda(a: torch.Tensor, b: torch.Tensor, limits: torch.Tensor) -> torch.Tensor:

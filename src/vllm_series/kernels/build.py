@@ -18,6 +18,7 @@ from vllm_series.files import sha256_file, sha256_of, write_atomic
 from vllm_series.kernels import host, toolchain
 from vllm_series.kernels.inspect import check, inspect
 from vllm_series.lock_file import locked
+from vllm_series.overlay import is_junk
 from vllm_series.ui import say
 from vllm_series.workspace import Workspace
 
@@ -44,8 +45,9 @@ def sources(ws: Workspace) -> dict[str, Path]:
     for folder, patterns in _SOURCES:
         for pattern in patterns:
             for path in (ws.root / folder).rglob(pattern):
-                if path.is_file() and not path.name.startswith("."):
-                    found[path.relative_to(ws.root).as_posix()] = path
+                name = path.relative_to(ws.root).as_posix()
+                if path.is_file() and not is_junk(name):
+                    found[name] = path
     return dict(sorted(found.items()))
 
 
