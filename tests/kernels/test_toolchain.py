@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
@@ -17,6 +20,8 @@ from vllm_series.errors import CheckFailed, IntegrityError, NeedsPerson, UsageEr
 from vllm_series.fetch import fetch
 from vllm_series.kernels import KernelBuild, host, toolchain
 from vllm_series.workspace import Workspace
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def program(folder: Path, name: str, text: str) -> Path:
@@ -193,21 +198,62 @@ def link(source: str, target: str) -> None:
         shutil.copy2(source, target)
 
 
-@pytest.mark.slow
-def test_a_thinned_out_cache_is_unpacked_again(
-    built: KernelBuild, ws: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folders = [toolchain.pinned(ws).nvcc.parents[3]]
-    folders += [fetch(ws, artifact).parent for _, artifact in toolchain.load(ws).packages]
-    for folder in folders:
-        shutil.copytree(folder, tmp_path / folder.relative_to(ws.cache), symlinks=True, copy_function=link)
+@pytest.fixture
+def own_cache(built: KernelBuild, ws: Workspace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache that holds the downloaded packages only, and no network."""
+    for _, artifact in toolchain.load(ws).packages:
+        folder = fetch(ws, artifact).parent
+        shutil.copytree(folder, tmp_path / folder.name, copy_function=link)
     monkeypatch.setenv("VLLM_SERIES_CACHE", str(tmp_path))
     monkeypatch.setenv("VLLM_SERIES_OFFLINE", "1")
-    nvcc = toolchain.pinned(ws).nvcc
-    folder = tmp_path / folders[0].relative_to(folders[0].parents[1])
-    assert nvcc.is_relative_to(folder) and toolchain._intact(folder)
-    (nvcc.parent / "fatbinary").unlink()
-    assert not toolchain._intact(folder)
-    assert toolchain.pinned(ws).nvcc == nvcc
-    assert (nvcc.parent / "fatbinary").stat().st_mode & 0o111 == 0o111
-    assert toolchain._intact(folder)
+    return tmp_path
+
+
+def unpack_in_a_process(limit: int | None = None) -> subprocess.Popen[str]:
+    """Start `toolchain.pinned` in a process of its own, which may write no file beyond ``limit`` bytes."""
+    limited = (
+        f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n" if limit else ""
+    )
+    code = f"""{limited}from pathlib import Path
+from vllm_series.errors import SeriesError
+from vllm_series.kernels import toolchain
+from vllm_series.workspace import Workspace
+try:
+    toolchain.pinned(Workspace(Path({str(ROOT)!r})))
+except SeriesError as error:
+    print(error)
+    raise SystemExit(error.exit_code)
+"""
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow
+def test_unpacking_survives_a_kill_a_full_disk_and_a_cleaner(own_cache: Path, ws: Workspace) -> None:
+    folder = own_cache / "toolchain"
+
+    # Killed in the middle: nothing that looks finished.
+    run = unpack_in_a_process()
+    end = time.monotonic() + 60
+    while not list(folder.glob(".nvcc-*/root/nvidia/cu13/bin/nvcc")):
+        assert run.poll() is None and time.monotonic() < end
+        time.sleep(0.01)
+    run.kill()
+    run.communicate()
+    assert not list(folder.glob("nvcc-*"))
+    assert list(folder.glob(".nvcc-*/"))
+
+    # No room: exit code 6, what to do, and nothing left behind, not even by the killed run.
+    run = unpack_in_a_process(limit=20_000_000)
+    said = run.communicate()[0]
+    assert run.returncode == 6, said
+    assert "cannot unpack nvcc" in said and "VLLM_SERIES_CACHE" in said
+    assert not [path for path in folder.iterdir() if path.is_dir()]
+
+    # The next run works; so does one after a cache cleaner took a file.
+    for _ in range(2):
+        nvcc = toolchain.pinned(ws).nvcc
+        assert nvcc.is_relative_to(folder) and toolchain._intact(nvcc.parents[3])
+        assert (nvcc.parent / "fatbinary").stat().st_mode & 0o111 == 0o111
+        (nvcc.parent / "fatbinary").unlink()
+        assert not toolchain._intact(nvcc.parents[3])
+    assert [path.name for path in folder.iterdir() if path.is_dir()] == [nvcc.parents[3].name]

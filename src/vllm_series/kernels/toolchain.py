@@ -128,14 +128,23 @@ def system() -> Toolchain:
             f"{nvcc} is {version}; the kernels need at least {oldest}",
             fix="leave --system-nvcc out: the pinned one is fetched",
         )
-    parts = {name: nvcc.with_name(name) for name in ("nvcc", "cudafe++", "ptxas", "fatbinary")}
-    parts["cicc"] = nvcc.parent.parent / "nvvm" / "bin" / "cicc"
+    home_of_nvcc = _programs_of(nvcc)
+    parts = {name: home_of_nvcc / name for name in ("nvcc", "cudafe++", "ptxas", "fatbinary")}
+    parts["cicc"] = home_of_nvcc.parent / "nvvm" / "bin" / "cicc"
     record = {
         "source": "system",
         "nvcc": version,
         "programs": {name: sha256_file(path) for name, path in sorted(parts.items()) if path.is_file()},
     }
     return Toolchain(nvcc, ".".join(version.split(".")[:2]), 0, record)
+
+
+def _programs_of(nvcc: Path) -> Path:
+    """Return the folder of the real nvcc, which distributions hide behind a script or a link."""
+    dry = [str(nvcc), "--dryrun", "-c", "-x", "cu", os.devnull]
+    said = subprocess.run(dry, capture_output=True, text=True, timeout=60, check=False).stderr
+    found = re.search(r"^#\$ _HERE_=(.+)$", said, re.MULTILINE)
+    return Path(found[1]) if found else nvcc.parent
 
 
 def _version(nvcc: Path, expected: str = "") -> str:
@@ -177,7 +186,9 @@ def _unpack(folder: Path, wheels: list[Path]) -> None:
     say(f"unpacking nvcc into {folder}")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".unpack-", dir=folder.parent) as scratch:
+        for killed in folder.parent.glob(f".{folder.name}-*"):
+            shutil.rmtree(killed)
+        with tempfile.TemporaryDirectory(prefix=f".{folder.name}-", dir=folder.parent) as scratch:
             root = Path(scratch) / "root"
             for wheel in wheels:
                 _extract(wheel, root)
