@@ -1,9 +1,9 @@
 """Python environment with torch in which a line's tests run: made once, kept in the cache, found by digest.
 
-The exact versions are in ``pins/<line>.cpu.lock``, so two machines and two days run the same code. The lock is
-made from upstream's own ``requirements/common.txt``, the pin's torch and the pytest plugins, and dated by
-upstream's release: newer packages break older releases. vLLM itself is not in the environment; a *site* folder
-(see ``runtime.py``) goes in front by ``PYTHONPATH``.
+The exact versions are in ``pins/<line>.cpu.lock``, so two machines and two days run the same code. The lock
+is made from upstream's own ``requirements/common.txt``, the pin's torch and the pytest plugins, and dated by
+upstream's release: newer packages break older releases. vLLM itself is not in the environment; a *site*
+folder (see ``runtime.py``) goes in front by ``PYTHONPATH``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,9 @@ def find_uv(ws: Workspace) -> Path:
     for candidate in candidates:
         if candidate.is_file():
             return candidate
-    raise UsageError("no uv found: it installs the test environment", fix="run through scripts/, or pip install uv")
+    raise UsageError(
+        "no uv found: it installs the test environment", fix="run through scripts/, or pip install uv"
+    )
 
 
 @contextmanager
@@ -82,7 +84,7 @@ def _run(*argv: str) -> str:
         tail = "\n".join(done.stderr.strip().splitlines()[-12:])
         raise FetchFailed(
             f"`{Path(argv[0]).name} {' '.join(argv[1:4])}` failed with {done.returncode}:\n{tail}",
-            fix="mend what it names (network, index, disk space: an environment takes up to 8 GB) and run again",
+            fix="mend what it names (network, index, up to 8 GB of disk) and run again",
         )
     return done.stdout
 
@@ -103,10 +105,10 @@ def env_digest(ws: Workspace, line: str) -> str:
 def torch_env(ws: Workspace, line: str) -> Path:
     """Return the Python of the line's torch environment, making it when it is not in the cache.
 
-    torch comes by pip, which also takes a CPU build that a machine offers beside the index; the rest by uv. A CPU
-    build of torch gets neither the CUDA libraries nor torchvision (whose build on the index needs them).
-    Safe to interrupt and to call from several processes: a half-made environment has no ``complete`` mark and is
-    made anew. 3 to 8 GB and 1.5 to 4 minutes the first time.
+    torch comes by pip, which also takes a CPU build that a machine offers beside the index; the rest by uv.
+    A CPU build of torch gets neither the CUDA libraries nor torchvision (whose build on the index needs
+    them). Safe to interrupt and to call from several processes: a half-made environment has no ``complete``
+    mark and is made anew. 3 to 8 GB and 1.5 to 4 minutes the first time.
 
     Raises:
         UsageError: no lock file for the line, or no uv.
@@ -147,7 +149,9 @@ def common_requirements(sdist: Path) -> str:
                 continue
             handle = archive.extractfile(member)
             text = handle.read().decode() if handle else ""
-            wanted += text.splitlines() if name.endswith("common.txt") else re.findall(r"^numba.*$", text, re.M)
+            wanted += (
+                text.splitlines() if name.endswith("common.txt") else re.findall(r"^numba.*$", text, re.M)
+            )
     if not wanted:
         raise UsageError(f"{sdist.name} has no requirements/common.txt", fix="check the pin's sdist")
     return "\n".join(wanted) + "\n"
@@ -156,8 +160,7 @@ def common_requirements(sdist: Path) -> str:
 def relock(ws: Workspace, line: str, sdist: Path, before: str) -> Path:
     """Write ``pins/<line>.cpu.lock`` from upstream's requirements, as packages stood on the day ``before``.
 
-    Args:
-        before: ISO date a few days after upstream's release.
+    ``before`` is an ISO date a few days after upstream's release.
     """
     pin = tomllib.loads((ws.pins / f"{line}.toml").read_text())
     scratch = ws.work / "relock"
@@ -167,13 +170,14 @@ def relock(ws: Workspace, line: str, sdist: Path, before: str) -> Path:
     source.write_text(common_requirements(sdist) + tools + "\n")
     resolved = scratch / f"{line}.out"
     _run(
-        str(find_uv(ws)), "pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--no-header", "--no-annotate",
+        str(find_uv(ws)), "pip", "compile", "--quiet", "--no-header", "--no-annotate",
+        "--universal", "--python-version", "3.11",
         "--exclude-newer", before, "-o", str(resolved), str(source),
     )  # fmt: skip
     head = (
         f"# Environment that runs upstream's tests and the overlay's tests for line {line} without a GPU.\n"
-        f"# Written by `series baseline env {line} --relock`: upstream's requirements/common.txt, torch of the pin,\n"
-        f"# the pytest plugins; resolved as of {before}. Any Python from 3.11 on Linux.\n"
+        f"# Written by `series baseline env {line} --relock`: upstream's requirements/common.txt,\n"
+        f"# torch of the pin, the pytest plugins; resolved as of {before}. Any Python from 3.11 on Linux.\n"
     )
     target = lock_file(ws, line)
     fresh = target.with_suffix(".new")

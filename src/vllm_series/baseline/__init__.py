@@ -1,0 +1,1 @@
+"""Upstream's own tests on the pristine and on the patched tree, compared node by node."""

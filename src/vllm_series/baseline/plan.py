@@ -1,0 +1,152 @@
+"""Which of upstream's tests concern the files that the patches touch, and what each of them needs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm_series.baseline import needs
+from vllm_series.baseline.ci_steps import Step, matching
+from vllm_series.baseline.imports import Graph, build_graph
+from vllm_series.baseline.needs import Need
+from vllm_series.baseline.store import Recorded, read
+from vllm_series.runtime import Site
+from vllm_series.series import load
+from vllm_series.workspace import Workspace
+
+UNMEASURED_S = 40.0  # taken for a file that was never run
+DEPTH = 2  # a test that imports a module that imports what we patch
+
+
+@dataclass(frozen=True)
+class PlannedTest:
+    """One upstream test file. ``distance`` 1: it imports (or names) a touched file itself; 0: only a CI job
+    asks."""
+
+    path: str
+    distance: int
+    reaches: tuple[str, ...]  # touched files at distance 1
+    need: Need
+    seconds: float | None
+    passed: int
+    weight: float  # how special the test is to what we touch: the sum of 1/importers over ``reaches``
+
+
+@dataclass
+class Plan:
+    """The plan of one line."""
+
+    line: str
+    touched: list[str]
+    steps: list[Step]
+    tests: list[PlannedTest] = field(default_factory=list)
+
+    def of(self, *kinds: str, distance: int = DEPTH) -> list[PlannedTest]:
+        """Tests of these needs that are at most so far away."""
+        return [one for one in self.tests if one.need.kind in kinds and 1 <= one.distance <= distance]
+
+    def short(self, budget_s: float) -> list[str]:
+        """The files for every push: direct importers that pass on CPU, the most special first, within a time.
+
+        Each touched file that any such test reaches is reached by the set, if the budget allows one test for
+        it.
+        """
+        direct = self.of(needs.CPU, distance=1)
+        order = sorted(direct, key=lambda one: (-one.weight / _cost(one), one.path))
+        chosen: list[PlannedTest] = []
+        left, seen = budget_s, set[str]()
+        for first in (True, False):
+            for one in order:
+                fresh = not seen.issuperset(one.reaches)
+                if one not in chosen and (fresh or not first) and _cost(one) <= left:
+                    chosen.append(one)
+                    seen.update(one.reaches)
+                    left -= _cost(one)
+        return sorted(one.path for one in chosen)
+
+    def full(self) -> list[str]:
+        """Every planned file that runs on CPU or was never run, whatever its distance."""
+        unknown = [one for one in self.tests if one.seconds is None and one.need.evidence.startswith("text")]
+        names = {one.path for one in [*self.of(needs.CPU), *(one for one in unknown if one.distance == 1)]}
+        return sorted(names)
+
+
+def _cost(test: PlannedTest) -> float:
+    return max(test.seconds if test.seconds is not None else UNMEASURED_S, 1.0)
+
+
+def touched_files(ws: Workspace, line: str) -> list[str]:
+    """Upstream files that the line's patches change, sorted."""
+    return sorted({path for patch in load(ws, line) for path in patch.paths})
+
+
+def is_test(path: str) -> bool:
+    """True for a file that pytest collects."""
+    name = path.rpartition("/")[2]
+    return (
+        path.startswith("tests/")
+        and path.endswith(".py")
+        and (name.startswith("test_") or name.endswith("_test.py"))
+    )
+
+
+GRAPH = 1  # raise when imports.py reads a tree differently
+
+
+def graph_of(ws: Workspace, line: str, site: Site) -> Graph:
+    """The import graph of the pristine tree without conftest files: they are imported by every test."""
+    cache = ws.cache / "import-graphs" / f"{GRAPH}-{site.tree}.json"
+    graph = build_graph(site.path, cache)
+    return Graph({name: found for name, found in graph.imports.items() if not name.endswith("conftest.py")})
+
+
+def make_plan(
+    ws: Workspace, line: str, site: Site, *, depth: int = DEPTH, touched: Iterable[str] | None = None
+) -> Plan:
+    """Plan a line from its patches, the pristine site's sources and the last stored result."""
+    changed = sorted(touched) if touched is not None else touched_files(ws, line)
+    graph = graph_of(ws, line, site)
+    steps = matching(site.path, changed)
+    distances = graph.importers([name for name in changed if name.endswith(".py")], depth)
+    direct = {
+        name: {test for test, found in graph.imports.items() if name in found and is_test(test)}
+        for name in changed
+    }
+    for step in steps:
+        for name in step.tests:
+            for path in _files(site.path, name):
+                distances.setdefault(path, 0)
+    plan = Plan(line, changed, steps)
+    known = read(ws, line)
+    for path, distance in sorted(distances.items()):
+        if is_test(path):
+            plan.tests.append(_planned(site.path, path, distance, direct, known.get(path)))
+    plan.tests.sort(
+        key=lambda one: (needs.ORDER.index(one.need.kind), one.distance or 99, -one.weight, one.path)
+    )
+    return plan
+
+
+def _files(tree: Path, name: str) -> list[str]:
+    place = tree / name
+    found = sorted(place.rglob("*.py")) if place.is_dir() else [place]
+    return [path.relative_to(tree).as_posix() for path in found if is_test(path.relative_to(tree).as_posix())]
+
+
+def _planned(
+    tree: Path, path: str, distance: int, direct: Mapping[str, set[str]], last: Recorded | None
+) -> PlannedTest:
+    need = needs.recorded(last.counts, last.reasons) if last else None
+    if need is None:
+        need = needs.worded((tree / path).read_text(encoding="utf-8", errors="replace"))
+    reaches = tuple(sorted(name for name, tests in direct.items() if path in tests))
+    return PlannedTest(
+        path=path,
+        distance=distance,
+        reaches=reaches,
+        need=need,
+        seconds=last.seconds if last else None,
+        passed=last.counts.get("passed", 0) if last else 0,
+        weight=round(sum(1 / len(direct[name]) for name in reaches), 5),
+    )

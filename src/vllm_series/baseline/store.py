@@ -1,0 +1,96 @@
+"""The last full result of a line, kept small in ``bench/results/upstream-tests``: it feeds the next plan."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from vllm_series.baseline.outcome import BAD, Run
+from vllm_series.errors import CheckFailed
+from vllm_series.workspace import Workspace
+
+SCHEMA = 1
+REASONS_PER_FILE = 4
+
+
+@dataclass
+class Recorded:
+    """One file in the last full run: seconds on an otherwise idle core, outcomes, and why tests did not
+    pass."""
+
+    seconds: float
+    counts: dict[str, int]
+    reasons: dict[str, int] = field(default_factory=dict)
+
+
+def store_path(ws: Workspace, line: str, card: str = "cpu") -> Path:
+    """Where the last full result of a line lies."""
+    return ws.root / "bench" / "results" / "upstream-tests" / f"{line}-{card}.json"
+
+
+def summarise(run: Run) -> dict[str, Recorded]:
+    """Reduce a run to counts and the most frequent reasons of each file."""
+    found = {}
+    for name, one in sorted(run.files.items()):
+        counts: dict[str, int] = {}
+        reasons: dict[str, int] = {}
+        for node in one.nodes.values():
+            counts[node.outcome] = counts.get(node.outcome, 0) + 1
+            if node.outcome in BAD or node.outcome == "skipped":
+                text = f"{node.outcome}: {node.reason}"[:160]
+                reasons[text] = reasons.get(text, 0) + 1
+        top = sorted(reasons.items(), key=lambda row: (-row[1], row[0]))[:REASONS_PER_FILE]
+        seconds = max(
+            one.cpu, one.seconds / run.busy()
+        )  # a test that sleeps takes its time on an idle machine too
+        found[name] = Recorded(round(seconds, 1), dict(sorted(counts.items())), dict(top))
+    return found
+
+
+def write(ws: Workspace, run: Run, diffs: dict[str, dict[str, Any]], card: str = "cpu") -> Path:
+    """Store a full upstream run and, by mode, what each patched run differed in."""
+    path = store_path(ws, run.line, card)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = {
+        name: {"s": one.seconds, "n": one.counts, **({"why": one.reasons} if one.reasons else {})}
+        for name, one in summarise(run).items()
+    }
+    head = {
+        "schema": SCHEMA,
+        "line": run.line,
+        "card": card,
+        "date": run.date,
+        "tree": run.tree,
+        "fingerprint": run.fingerprint,
+        "totals": run.counts(),
+        "diffs": diffs,
+    }
+    text = json.dumps(head, indent=1)[:-2] + ',\n "files": {\n'
+    text += ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n }\n}\n"
+    json.loads(text)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def read(ws: Workspace, line: str, card: str = "cpu") -> dict[str, Recorded]:
+    """Return the last full result by file; empty when the line was never run in full.
+
+    Raises:
+        CheckFailed: the file is damaged.
+    """
+    path = store_path(ws, line, card)
+    if not path.is_file():
+        return {}
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+        if data["schema"] != SCHEMA:
+            raise ValueError(f"schema {data['schema']}")
+        return {name: Recorded(row["s"], row["n"], row.get("why", {})) for name, row in data["files"].items()}
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckFailed(
+            f"{path.relative_to(ws.root)} is not a stored result: {error}",
+            fix=f"git checkout -- {path.relative_to(ws.root)}, or "
+            f"`series baseline run {line} --set full --store`",
+        ) from error

@@ -1,0 +1,298 @@
+"""``series baseline``: upstream's own tests on the pristine and on the patched tree."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from vllm_series import envs, pins
+from vllm_series.baseline import needs, quarantine, render, store
+from vllm_series.baseline.diff import Diff
+from vllm_series.baseline.engine import Limits
+from vllm_series.baseline.outcome import Run
+from vllm_series.baseline.plan import Plan, make_plan
+from vllm_series.baseline.session import Options, Session, sdist_of
+from vllm_series.errors import CheckFailed, TestRegression, UsageError
+from vllm_series.runtime import pristine_site
+from vllm_series.ui import emit, json_option, workspace
+from vllm_series.workspace import Workspace
+
+SETS = ("short", "full", "gpu")
+SHORT_BUDGET_S = 150.0
+
+_set = click.option(
+    "--set", "which", type=click.Choice(SETS), default="short", show_default=True, help="Which files."
+)
+_files = click.option(
+    "--select", "files", multiple=True, metavar="FILE", help="These upstream test files instead."
+)
+_budget = click.option(
+    "--budget",
+    type=float,
+    default=SHORT_BUDGET_S,
+    show_default=True,
+    help="Seconds of test time of the short set.",
+)
+_jobs = click.option(
+    "--jobs", type=int, default=min(2, os.cpu_count() or 1), show_default=True, help="Files at a time."
+)
+_test_s = click.option(
+    "--test-seconds", type=float, default=120, show_default=True, help="Limit of one test."
+)
+_file_s = click.option(
+    "--file-seconds", type=float, default=600, show_default=True, help="Limit of one file."
+)
+_isolation = click.option(
+    "--isolation", type=click.Choice(["fork", "fresh"]), default="fork", show_default=True,
+    help="Fork each file from a process that has vLLM imported, or start an interpreter.",
+)  # fmt: skip
+
+
+@click.group("baseline")
+def baseline() -> None:
+    """Run upstream's own tests on the pristine and on the patched tree, and show what differs."""
+
+
+def register(group: click.Group) -> None:
+    """Add the commands of this area to the tool's group."""
+    group.add_command(baseline)
+
+
+def _lines(ws: Workspace, given: tuple[str, ...]) -> list[str]:
+    for line in given:
+        pins.load_pin(ws, line)
+    return list(dict.fromkeys(given)) or pins.lines(ws)
+
+
+def _select(plan: Plan, which: str, files: tuple[str, ...], budget: float, tree: Path) -> list[str]:
+    if files:
+        names = [name.partition("::")[0].removeprefix("./") for name in files]
+        absent = [name for name in names if not (tree / name).is_file()]
+        if absent:
+            raise UsageError(
+                f"upstream {plan.line} has no {', '.join(absent)}", fix=f"series baseline plan {plan.line}"
+            )
+        return names
+    if which == "gpu":
+        return [one.path for one in plan.of(needs.SM90, needs.GPU, distance=1)]
+    return plan.short(budget) if which == "short" else plan.full()
+
+
+@baseline.command("plan")
+@click.argument("line")
+@click.option(
+    "--all", "everything", is_flag=True, help="Also tests that only one of upstream's CI jobs names."
+)
+@click.option("--gpu", is_flag=True, help="Only what a Hopper card can run, with the command.")
+@_budget
+@json_option
+@click.pass_context
+def plan_command(
+    ctx: click.Context, line: str, everything: bool, gpu: bool, budget: float, as_json: bool
+) -> None:
+    """Show which of upstream's tests concern what the patches of LINE touch, and what they need."""
+    ws = workspace(ctx)
+    pins.load_pin(ws, line)
+    plan = make_plan(ws, line, pristine_site(ws, line))
+    short = plan.short(budget)
+    data = {
+        "line": line,
+        "touched": plan.touched,
+        "short": short,
+        "steps": [asdict(step) for step in plan.steps],
+        "tests": [asdict(one) for one in plan.tests if everything or one.distance],
+    }
+    if gpu:
+        files = _select(plan, "gpu", (), budget, Path())
+        data["gpu"] = files
+        text = "\n".join(
+            [
+                f"# {len(files)} files for a Hopper card; on it: scripts/test.sh --upstream --gpu {line}",
+                *files,
+            ]
+        )
+        emit(data, as_json=as_json, text=text)
+        return
+    if as_json:
+        emit(data, as_json=True)
+        return
+    _print_plan(plan, short, everything)
+
+
+def _print_plan(plan: Plan, short: list[str], everything: bool) -> None:
+    console = Console()
+    console.print(f"{plan.line}: the patches touch {len(plan.touched)} upstream files")
+    for name in plan.touched:
+        console.print(f"  {name}", highlight=False)
+    table = Table(title="upstream's CI jobs that this change would start", title_justify="left")
+    for heading in ("area", "job", "device", "GPUs", "tests"):
+        table.add_column(heading)
+    for step in plan.steps:
+        table.add_row(step.area, step.label, step.device, str(step.gpus), " ".join(step.tests[:3]))
+    console.print(table)
+    table = Table(title="tests, the nearest first; * is in the short set", title_justify="left")
+    for heading in ("", "needs", "distance", "test", "passed", "s", "evidence"):
+        table.add_column(heading)
+    chosen = set(short)
+    for one in plan.tests:
+        if one.distance or everything:
+            seconds = "" if one.seconds is None else f"{one.seconds:.0f}"
+            star, away = "*" if one.path in chosen else "", str(one.distance or "CI")
+            table.add_row(
+                star, one.need.kind, away, one.path, str(one.passed or ""), seconds, one.need.evidence
+            )
+    console.print(table)
+
+
+@baseline.command("env")
+@click.argument("line")
+@click.option("--relock", metavar="DATE", help="Resolve the versions anew, as packages stood on this day.")
+@click.pass_context
+def env_command(ctx: click.Context, line: str, relock: str | None) -> None:
+    """Make the torch environment of LINE and print its Python."""
+    ws = workspace(ctx)
+    pins.load_pin(ws, line)
+    if relock:
+        print(envs.relock(ws, line, sdist_of(ws, line), relock))
+    else:
+        print(envs.torch_env(ws, line))
+
+
+@baseline.command("run")
+@click.argument("line")
+@click.option(
+    "--mode", default="upstream", show_default=True, help="upstream, off, on or feature:<id>[=value]."
+)
+@_set
+@_files
+@_budget
+@_jobs
+@_test_s
+@_file_s
+@_isolation
+@click.option(
+    "--store", "keep", is_flag=True, help="Keep the result in bench/results (mode upstream, --set full)."
+)
+@json_option
+@click.pass_context
+def run_command(
+    ctx: click.Context,
+    line: str,
+    mode: str,
+    which: str,
+    files: tuple[str, ...],
+    budget: float,
+    jobs: int,
+    test_seconds: float,
+    file_seconds: float,
+    isolation: str,
+    keep: bool,
+    as_json: bool,
+) -> None:
+    """Run upstream's tests of LINE in one mode and save the result."""
+    ws = workspace(ctx)
+    if keep and (mode != "upstream" or which != "full" or files):
+        raise UsageError("--store keeps full runs of the pristine tree", fix="use --mode upstream --set full")
+    options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=which == "gpu")
+    with Session(ws, line, options) as session:
+        tree = session.site(patched=False)
+        run = session.run(mode, _select(make_plan(ws, line, tree), which, files, budget, tree.path))
+        path = session.result_path(mode)
+        if keep:
+            path = store.write(ws, run, {})
+    data = {"line": line, "mode": mode, "counts": run.counts(), "result": str(path)}
+    emit(data, as_json=as_json, text=f"{line} {mode}: {json.dumps(run.counts())} -> {path}")
+
+
+@baseline.command("diff")
+@click.argument("lines", nargs=-1)
+@click.option(
+    "--modes", default="off,on", show_default=True, help="Comma-separated modes to compare with upstream."
+)
+@_set
+@_files
+@_budget
+@_jobs
+@_test_s
+@_file_s
+@_isolation
+@click.option("--saved", is_flag=True, help="Compare the saved runs, run nothing but what differs.")
+@click.option("--no-confirm", is_flag=True, help="Do not run differing tests again.")
+@click.option("--force", is_flag=True, help="Compare runs of different machines or settings.")
+@click.option("--store", "keep", is_flag=True, help="Keep the result in bench/results (--set full).")
+@click.option("--verbose", is_flag=True, help="Also list what is broken upstream.")
+@json_option
+@click.pass_context
+def diff_command(
+    ctx: click.Context,
+    lines: tuple[str, ...],
+    modes: str,
+    which: str,
+    files: tuple[str, ...],
+    budget: float,
+    jobs: int,
+    test_seconds: float,
+    file_seconds: float,
+    isolation: str,
+    saved: bool,
+    no_confirm: bool,
+    force: bool,
+    keep: bool,
+    verbose: bool,
+    as_json: bool,
+) -> None:
+    """Run upstream's tests on both trees of LINES (default: all) and compare node by node.
+
+    Exit code 7: a test that holds on the pristine tree does not hold on the patched one.
+    """
+    ws = workspace(ctx)
+    names = _lines(ws, lines)
+    entries = quarantine.load(ws.root / "quarantine.toml", pins.lines(ws))
+    wanted = [one.strip() for one in modes.split(",") if one.strip() and one.strip() != "upstream"]
+    if not wanted:
+        raise UsageError("no mode to compare with upstream", fix="pass --modes off,on")
+    options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=which == "gpu")
+    console, found = Console(stderr=as_json), list[tuple[Diff, tuple[Run, Run]]]()
+    for line in names:
+        with Session(ws, line, options) as session:
+            tree = session.site(patched=False)
+            chosen = [] if saved else _select(make_plan(ws, line, tree), which, files, budget, tree.path)
+            upstream = Run.load(session.result_path("upstream")) if saved else session.run("upstream", chosen)
+            rows: dict[str, dict[str, Any]] = {}
+            for mode in wanted:
+                patched = Run.load(session.result_path(mode)) if saved else session.run(mode, chosen)
+                diff = session.compare(upstream, patched, confirm=not no_confirm, force=force)
+                quarantine_rows(diff, entries)
+                render.show(diff, console, broken=verbose)
+                render.write_all(diff, (upstream, patched), ws.root / "build" / "baseline" / "reports")
+                rows[mode] = {"tree": patched.tree, "date": patched.date, "counts": diff.counts()}
+                found.append((diff, (upstream, patched)))
+            if keep:
+                store.write(ws, upstream, rows)
+    failing = [diff for diff, _ in found if diff.failing()]
+    if as_json:
+        emit({"ok": not failing, "diffs": [render.as_json(diff, runs) for diff, runs in found]}, as_json=True)
+    quarantine.check_expired(entries, datetime.datetime.now(datetime.UTC).date())
+    if failing:
+        raise TestRegression(
+            "; ".join(f"{diff.line} {diff.mode}: {len(diff.failing())} tests differ" for diff in failing),
+            fix="read build/baseline/reports/*.md; `series bisect LINE -- ...` finds the patch",
+        )
+    if not any(diff.rows for diff, _ in found):
+        raise CheckFailed("no test ran", fix="series baseline plan LINE shows what there is to run")
+
+
+def quarantine_rows(diff: Diff, entries: list[quarantine.Entry]) -> None:
+    """Apply quarantine.toml, except to the exact mode: there a difference is a difference."""
+    from vllm_series.baseline.diff import quarantine as mark
+
+    if not diff.exact:
+        mark(diff, entries)
