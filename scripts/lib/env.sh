@@ -5,9 +5,11 @@
 VLLM_SERIES_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd -P)"
 export VLLM_SERIES_ROOT
 
-# Prints the first interpreter that is new enough; PYTHON overrides the search.
+# Prints the first interpreter that is new enough; PYTHON overrides the search. The environment that is to be made
+# is no candidate, even when it is activated.
 find_python() {
-    local candidate found
+    local candidate found PATH="$PATH"
+    PATH="$(echo ":$PATH:" | sed "s#:$VLLM_SERIES_ROOT/.venv/bin:#:#g; s#^:##; s#:\$##")"
     for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11; do
         found="$(command -v "$candidate" 2>/dev/null)" || continue
         if "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
@@ -25,6 +27,11 @@ find_python() {
     echo "       or set PYTHON=/path/to/python3.11" >&2
     return 1
 }
+
+# uv and httpx bring certificates of their own; a machine behind a proxy that re-signs has the right ones here.
+if [ -z "${SSL_CERT_FILE:-}" ] && [ -r /etc/ssl/certs/ca-certificates.crt ]; then
+    export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
+fi
 
 VLLM_SERIES_PYTHON="$(find_python)" || exit 2
 export VLLM_SERIES_PYTHON

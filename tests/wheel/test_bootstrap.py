@@ -117,6 +117,19 @@ def test_old_python_is_named(root: Path, tmp_path: Path) -> None:
     assert "not Python 3.11 or newer" in done.stderr and "apt-get install python3" in done.stderr
 
 
+def test_activated_environment_and_bare_machine(root: Path) -> None:
+    """The own environment is not taken as base Python, and the machine's certificates are named to uv."""
+    shell = f"""
+        PATH={root}/.venv/bin:{Path(sys.base_prefix) / "bin"}:/usr/bin:/bin
+        . {root}/scripts/lib/env.sh; echo "$VLLM_SERIES_PYTHON $SSL_CERT_FILE"; command -v python"""
+    done = subprocess.run(["bash", "-c", shell], env={"HOME": "/root"}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    python, certificates = done.stdout.splitlines()[0].split()
+    assert not python.startswith(str(root))
+    assert Path(certificates).is_file()
+    assert done.stdout.splitlines()[1] == f"{root}/.venv/bin/python"  # PATH itself is left alone
+
+
 def test_lock_names_only_pypi(root: Path) -> None:
     hosts = set()
     lock = tomllib.loads((root / "uv.lock").read_text())
