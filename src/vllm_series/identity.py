@@ -32,12 +32,16 @@ def write(tree: Path, pin: Pin) -> None:
     target = tree / RECORD
     if not target.parent.is_dir():  # a tree without the overlay
         return
-    exclude = tree / ".git" / "info" / "exclude"
+    if (tree / ".git").is_dir():
+        _ignore(tree / ".git" / "info" / "exclude")
+    text = record(pin)
+    if not target.is_file() or target.read_text(encoding="utf-8") != text:
+        target.write_text(text, encoding="utf-8")
+
+
+def _ignore(exclude: Path) -> None:
     rows = exclude.read_text(encoding="utf-8") if exclude.is_file() else ""
     if f"/{RECORD}" not in rows.splitlines():
         exclude.parent.mkdir(exist_ok=True)
         newline = "" if not rows or rows.endswith("\n") else "\n"
         exclude.write_text(f"{rows}{newline}/{RECORD}\n", encoding="utf-8")
-    text = record(pin)
-    if not target.is_file() or target.read_text(encoding="utf-8") != text:
-        target.write_text(text, encoding="utf-8")
