@@ -4,23 +4,26 @@
 # shellcheck disable=SC2329 # the run_* functions are called by name
 set -euo pipefail
 
-STAGES=(lint unit real verify)
-declare -A BUDGET=([lint]=3 [unit]=6 [real]=10 [verify]=3)
+STAGES=(lint unit real verify envs upstream)
+declare -A BUDGET=([lint]=2 [unit]=6 [real]=9 [verify]=2 [envs]=7 [upstream]=14)
 declare -A TITLE=(
     [lint]="ruff, mypy, shellcheck"
     [unit]="our tests without an upstream tree"
     [real]="our tests on the real upstream trees and wheels"
     [verify]="series verify of all lines"
+    [envs]="the torch environment of each line (made once, then kept)"
+    [upstream]="short set of upstream's tests: off equals upstream, features on regress nothing"
 )
 
 usage() {
-    echo "usage: scripts/test.sh [--only STAGE[,STAGE]] [--skip STAGE[,STAGE]] [--list] [--gpu]"
+    echo "usage: scripts/test.sh [--only STAGE[,STAGE]] [--skip STAGE[,STAGE]] [--list] [--upstream] [--gpu]"
     echo
     for stage in "${STAGES[@]}"; do
         printf '  %-9s %3s min  %s\n' "$stage" "${BUDGET[$stage]}" "${TITLE[$stage]}"
     done
     echo
-    echo "  --gpu     the GPU suite (prints how)"
+    echo "  --upstream  all of upstream's tests that concern what the patches touch (hours), nothing else"
+    echo "  --gpu       the GPU suite (prints how)"
 }
 
 fail() { echo "error: $1" >&2; usage >&2; exit 2; }
@@ -32,7 +35,7 @@ check_names() {
     done
 }
 
-only="" skip=""
+only="" skip="" whole=""
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help | --list) usage; exit 0 ;;
@@ -41,6 +44,7 @@ while [ $# -gt 0 ]; do
             check_names "$2"
             if [ "$1" = --only ]; then only="$2"; else skip="$2"; fi
             shift ;;
+        --upstream) whole=1 ;;
         --gpu)
             echo "error: the GPU suite is not in this release of scripts/test.sh" >&2
             echo "  fix: on a machine with the GPU, install the wheel from dist/ with its dependencies and run" >&2
@@ -57,8 +61,18 @@ cd "$VLLM_SERIES_ROOT"
 PATH="$VLLM_SERIES_ROOT/.venv/bin:$PATH"
 JOBS="${JOBS:-2}"
 
+if [ -n "$whole" ]; then
+    series baseline diff --set full
+    exit
+fi
+
 run_lint() {
-    ruff check . && ruff format --check . && mypy && git ls-files -z '*.sh' '.ci/run' | xargs -0 shellcheck -x
+    local code=0
+    ruff check --output-format concise . || code=1
+    ruff format --check . || code=1
+    mypy || code=1
+    git ls-files -z '*.sh' '.ci/run' | xargs -0 shellcheck -x || code=1
+    return "$code"
 }
 
 run_unit() { pytest -n "$JOBS" --dist loadfile -m "not slow and not torch" tests; }
@@ -67,8 +81,18 @@ run_real() { pytest -n "$JOBS" --dist loadfile -m "slow and not torch" tests; }
 
 run_verify() { series verify; }
 
+run_envs() {
+    for line in $(series_lines); do series baseline env "$line"; done
+}
+
+run_upstream() { series baseline diff; }
+
+series_lines() {
+    for pin in pins/*.toml; do basename "$pin" .toml; done
+}
+
 # A stage runs in a shell of its own, so that `timeout` can stop it with all its children.
-export -f series run_lint run_unit run_real run_verify
+export -f series series_lines run_lint run_unit run_real run_verify run_envs run_upstream
 export PATH JOBS
 
 rows=() failed=0 start_all=$SECONDS
