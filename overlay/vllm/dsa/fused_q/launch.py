@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides between upstream's query packing kernel and the prefill-shaped one, and launches the latter."""
+
+from __future__ import annotations
+
+import torch
+
+from vllm.dsa.fused_q.kernel import fused_q_prefill_kernel
+from vllm.triton_utils import triton
+
+#: From this token count on the prefill-shaped kernel is used; measured in bench/results/fused_q.
+MIN_TOKENS = 512
+
+#: Rows (token, head) per program and warps per program. With 4 warps a 32-row block of 32-element chunks
+#: gives each thread exactly one 16-byte access per chunk.
+INDEX_ROWS = 32
+PE_ROWS = 32
+NOPE_ROWS = 8
+NUM_WARPS = 4
+
+_FP8_MAX = 448.0
+
+
+def is_supported(
+    q_pe: torch.Tensor,
+    q_pe_cos_sin_cache: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_q_fp8: torch.Tensor,
+    ql_nope: torch.Tensor,
+    *,
+    has_indexer: bool,
+    quantize_mqa: bool,
+) -> bool:
+    """Whether the prefill-shaped kernel covers these layouts; all of it is host data.
+
+    Both kernels assume unit stride in the last dimension. Beyond that the row is cut into chunks of half the
+    rotary dimension, so that has to be a power of two of at least 16 elements, and the indexer head has to
+    be two or four such chunks. Everything else stays with upstream's kernel.
+    """
+    half = q_pe_cos_sin_cache.shape[-1] // 2
+    if q_pe.dtype != torch.bfloat16 or half < 16 or half & (half - 1) or q_pe.shape[-1] != 2 * half:
+        return False
+    if quantize_mqa and (ql_nope.dtype != torch.bfloat16 or ql_nope.shape[-1] > 1024):
+        return False
+    if not has_indexer:
+        return True
+    index_half = index_q_cos_sin_cache.shape[-1] // 2
+    return (
+        index_q.dtype == torch.bfloat16
+        and index_q_fp8.dtype == torch.float8_e4m3fn
+        and index_half >= 16
+        and index_half & (index_half - 1) == 0
+        and index_q.shape[-1] in (2 * index_half, 4 * index_half)
+    )
+
+
+def launch(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    q_pe_cos_sin_cache: torch.Tensor,
+    ql_nope: torch.Tensor,
+    q_scale: torch.Tensor,
+    mqa_q: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_weights: torch.Tensor,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    index_q_fp8: torch.Tensor,
+    index_weights_out: torch.Tensor,
+    *,
+    has_indexer: bool,
+    index_rope_interleave: bool,
+    quantize_mqa: bool,
+    use_pdl: bool,
+) -> None:
+    """Fill ``mqa_q``, ``index_q_fp8`` and ``index_weights_out`` with the bits upstream's kernel would write.
+
+    Shapes, with T tokens: ``positions`` [T] int64; ``q_pe`` [T, heads, rope]; ``ql_nope`` [T, heads, nope];
+    ``mqa_q`` [T, heads, nope + rope] FP8 when ``quantize_mqa``, else [T, heads, rope] in the query's type;
+    ``index_q`` and ``index_q_fp8`` [T, index heads, index dim]; ``index_weights`` [T, index heads], output
+    float32; the cos/sin caches [positions, rope], cosines first. Strides are free except the last, which is 1.
+    """
+    num_tokens = positions.shape[0]
+    num_q_heads = q_pe.shape[1]
+    num_index_q_heads = index_q.shape[1]
+    nope_dim = ql_nope.shape[2] if quantize_mqa else 0
+    index_blocks = triton.cdiv(num_tokens * num_index_q_heads, INDEX_ROWS) if has_indexer else 0
+    pe_blocks = triton.cdiv(num_tokens * num_q_heads, PE_ROWS)
+    nope_blocks = triton.cdiv(num_tokens * num_q_heads, NOPE_ROWS) if quantize_mqa else 0
+    pdl = {"launch_pdl": True} if use_pdl else {}
+    fused_q_prefill_kernel[(index_blocks + pe_blocks + nope_blocks,)](
+        num_tokens,
+        index_blocks,
+        pe_blocks,
+        positions,
+        q_pe,
+        q_pe.stride(0),
+        q_pe.stride(1),
+        q_pe_cos_sin_cache,
+        q_pe_cos_sin_cache.stride(0),
+        index_q,
+        index_q.stride(0),
+        index_q.stride(1),
+        index_q_cos_sin_cache,
+        index_q_cos_sin_cache.stride(0),
+        index_q_fp8,
+        index_q_fp8.stride(0),
+        index_q_fp8.stride(1),
+        ql_nope,
+        # Without the NoPE role these strides are unused; constants keep them out of specialisation.
+        ql_nope.stride(0) if quantize_mqa else 16,
+        ql_nope.stride(1) if quantize_mqa else 16,
+        mqa_q,
+        mqa_q.stride(0),
+        mqa_q.stride(1),
+        q_scale,
+        index_weights,
+        index_weights.stride(0),
+        float(index_weights_softmax_scale),
+        float(index_weights_head_scale),
+        index_weights_out,
+        index_weights_out.stride(0),
+        NUM_Q_HEADS=num_q_heads,
+        Q_PE_HALF_ROT_DIM=q_pe_cos_sin_cache.shape[-1] // 2,
+        NUM_INDEX_Q_HEADS=num_index_q_heads,
+        INDEX_Q_HALF_ROT_DIM=index_q_cos_sin_cache.shape[-1] // 2,
+        INDEX_Q_HEAD_DIM=index_q.shape[2],
+        QL_NOPE_DIM=nope_dim,
+        QL_NOPE_BLOCK=triton.next_power_of_2(nope_dim) if quantize_mqa else 1,
+        HAS_INDEXER=has_indexer,
+        INDEX_ROPE_INTERLEAVE=index_rope_interleave,
+        QUANTIZE_MQA=quantize_mqa,
+        USE_PDL=use_pdl,
+        FP8_MAX=_FP8_MAX,
+        INDEX_ROWS=INDEX_ROWS,
+        PE_ROWS=PE_ROWS,
+        NOPE_ROWS=NOPE_ROWS,
+        num_warps=NUM_WARPS,
+        **pdl,
+    )
