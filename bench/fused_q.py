@@ -3,8 +3,8 @@
 
     python bench/fused_q.py check            # bit comparison only
     python bench/fused_q.py sweep            # block sizes
-    python bench/fused_q.py table --out F    # the published table, rows of the results schema
-    python bench/fused_q.py neighbours --line-0-28 FILE
+    python bench/fused_q.py table --out DIR  # the published table, one results file per line
+    python bench/fused_q.py neighbours       # upstream's fused norm and RoPE kernel, for comparison
 
 ``--upstream KERNELS_PY`` takes the pinned tree's ``vllm/models/deepseek_v32/common/kernels.py`` and runs it on the
 machine's own torch and Triton; without it an installed patched vLLM is used.
@@ -13,7 +13,6 @@ machine's own torch and Triton; without it an installed patched vLLM is used.
 from __future__ import annotations
 
 import argparse
-import ast
 import datetime
 import json
 import statistics
@@ -21,6 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,11 @@ from fused_q_cases import (  # noqa: E402
     ROOT,
     Shape,
     call_ours,
+    call_ours_0_28,
     call_upstream,
+    call_upstream_0_28,
     cos_sin_cache,
+    extract_kernel,
     load_kernels,
     make_inputs,
     poisoned_outputs,
@@ -82,8 +85,16 @@ def copy_tb_per_s(runs: int) -> float:
     """Device-to-device copy bandwidth, bytes read plus bytes written, the ceiling of a byte-bound kernel."""
     src = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
     dst = torch.empty_like(src)
-    us = paired_us([lambda: dst.copy_(src)], [lambda: dst.copy_(src)], runs)[0]
-    return 2 * src.numel() / us / 1e6
+    times = []
+    # Not in a graph: there the copy becomes a copy-engine node, which is a third slower than the driver's kernel.
+    for _ in range(runs + 2):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        dst.copy_(src)
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end))
+    return 2 * src.numel() / (statistics.median(times[2:]) * 1e9)
 
 
 def calls_for(kernels: Any, launch: Any, shape: Shape, tokens: int, caches: Any) -> tuple[list, list]:
@@ -97,7 +108,7 @@ def calls_for(kernels: Any, launch: Any, shape: Shape, tokens: int, caches: Any)
     return theirs, ours
 
 
-def sweep(kernels: Any, launch: Any, caches: Any, runs: int, only: str) -> None:
+def sweep(kernels: Any, launch: Any, caches: Any, runs: int) -> None:
     configs = [(16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)]
     for shape in [Shape(16, 64, False), Shape(8, 32, True)]:
         theirs, ours = calls_for(kernels, launch, shape, 16384, caches)
@@ -125,72 +136,88 @@ def git_commit() -> str:
     return out.stdout.strip() or "unknown"
 
 
-def table(kernels: Any, launch: Any, caches: Any, runs: int, out: Path | None, commit: str) -> None:
+def chained(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
+    """Put a small kernel after each call. Launched back to back, independent kernels overlap; in a decode step each
+    waits for the one before, so at small token counts this is the time that counts."""
+    mark = torch.zeros(1, device="cuda")
+
+    def both(call: Callable[[], Any]) -> None:
+        call()
+        mark.add_(1.0)
+
+    return [lambda call=call: both(call) for call in calls]
+
+
+def measure(
+    pair: tuple[list, list], case: str, nbytes: int, tokens: int, copy: float, runs: int, common: dict[str, Any]
+) -> list[dict[str, Any]]:
+    up, us = paired_us(*pair, runs)
+
+    def row(metric: str, unit: str, baseline: float, ours: float, ratio: float) -> dict[str, Any]:
+        values = {"baseline": baseline, "ours": ours, "ratio": ratio}
+        return {"case": case, "metric": metric, "unit": unit} | values | common
+
+    base_rate, rate = nbytes / up / 1e6, nbytes / us / 1e6
+    rows = [
+        row("time", "us", up, us, up / us),
+        row("bytes", "B", nbytes, nbytes, 1.0),
+        row("fraction of copy bandwidth", "1", base_rate / copy, rate / copy, rate / base_rate),
+    ]
+    text = f"{case}: {up:.2f} -> {us:.2f} us, x{up / us:.2f}, {100 * rate / copy:.0f} % of copy"
+    if tokens <= 512:
+        up, us = paired_us(chained(pair[0]), chained(pair[1]), runs)
+        rows.append(row("time with a dependent kernel", "us", up, us, up / us))
+        text += f"; chained {up:.2f} -> {us:.2f} us"
+    print(text, flush=True)
+    return rows
+
+
+def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> None:
     import triton
 
-    driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"],
-                            capture_output=True, text=True).stdout.strip()
-    copy = copy_tb_per_s(runs)
-    common = {"runs": runs, "commit": commit, "driver": driver.split(",")[0], "torch": torch.__version__,
-              "triton": triton.__version__, "date": datetime.date.today().isoformat()}
-    rows: list[dict[str, Any]] = [
-        {"case": "copy", "metric": "copy bandwidth", "unit": "TB/s", "baseline": copy, "ours": copy, "ratio": 1.0} | common
-    ]
+    smi = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
+    driver, card = subprocess.run(smi, capture_output=True, text=True).stdout.strip().split(", ")
+    common = {"runs": args.runs, "commit": args.commit, "driver": driver, "torch": torch.__version__,
+              "triton": triton.__version__, "date": datetime.date.today().isoformat()}  # fmt: skip
+    copy = copy_tb_per_s(args.runs)
     print(f"copy {copy:.2f} TB/s")
+    ceiling = {"case": "copy", "metric": "copy bandwidth", "unit": "TB/s", "baseline": copy, "ours": copy, "ratio": 1.0}
+    results: dict[str, list[dict[str, Any]]] = {"0.33.0": [ceiling | common], "0.28.0": [ceiling | common]}
     shapes = SHAPES + [Shape(s.heads, s.index, s.interleave, fp8_query=True) for s in SHAPES[:2]]
     shapes += [Shape(16, 64, False, has_indexer=False)]
-    for shape in shapes:
-        tokens_list = TOKENS if shape in SHAPES else [1, 64, 256, 512, 1024, 4096, 16384]
+    for shape, tokens in product(shapes, TOKENS):
         suffix = " query=fp8" * shape.fp8_query + " indexer=no" * (not shape.has_indexer)
-        for tokens in tokens_list:
-            theirs, ours = calls_for(kernels, launch, shape, tokens, caches)
-            up, us = paired_us(theirs, ours, runs)
-            case = f"kernel T={tokens} heads={shape.heads} index={shape.index}{suffix}"
-            nbytes = shape.bytes(tokens)
-            base_rate, rate = nbytes / up / 1e6, nbytes / us / 1e6
-            rows.append({"case": case, "metric": "time", "unit": "us", "baseline": up, "ours": us, "ratio": up / us} | common)
-            rows.append({"case": case, "metric": "bytes", "unit": "B", "baseline": nbytes, "ours": nbytes, "ratio": 1.0} | common)
-            rows.append({"case": case, "metric": "fraction of copy bandwidth", "unit": "1", "baseline": base_rate / copy,
-                         "ours": rate / copy, "ratio": rate / base_rate} | common)
-            print(f"{case}: upstream {up:.2f} us, ours {us:.2f} us, x{up / us:.2f}, {100 * rate / copy:.0f} % of copy",
-                  flush=True)
-            del theirs, ours
-    if out is not None:
-        out.write_text(json.dumps({"schema": 1, "kind": "ratio", "feature": "fused_q", "line": "0.33.0",
-                                   "card": "h200", "rows": rows, "notes": f"{driver}; upstream's kernel and ours on "
-                                   "the same torch and Triton, CUDA graph replays in turn"}, indent=1) + "\n")
+        case = f"kernel T={tokens} heads={shape.heads} index={shape.index}{suffix}"
+        pair = calls_for(kernels, launch, shape, tokens, caches)
+        results["0.33.0"] += measure(pair, case, shape.bytes(tokens), tokens, copy, args.runs, common)
+    if args.line_0_28:
+        kernel = extract_kernel(args.line_0_28, "_fused_indexer_q_rope_quant_kernel")
+        for index, tokens in product((64, 32), TOKENS):
+            shape = Shape(16, index, False)
+            nbytes = tokens * (8 + 256 + index * (128 * 3 + 6))
+            pair = ([], [])
+            for _ in range(max(4, min(64, -(-WORKING_SET // nbytes)))):
+                inputs = make_inputs(shape, tokens, caches)
+                out = poisoned_outputs(shape, inputs)
+                pair[0].append(partial(call_upstream_0_28, kernel, shape, inputs, out))
+                pair[1].append(partial(call_ours_0_28, launch, shape, inputs, out))
+            case = f"kernel T={tokens} heads=any index={index}"
+            results["0.28.0"] += measure(pair, case, nbytes, tokens, copy, args.runs, common)
+    if args.out is not None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        notes = f"{card}; upstream's kernel and ours on the same torch and Triton, CUDA graph replays in turn"
+        for line, rows in results.items():
+            doc = {"schema": 1, "kind": "ratio", "feature": "fused_q", "line": line, "card": "h200", "rows": rows}
+            (args.out / f"{line}-h200.json").write_text(json.dumps(doc | {"notes": notes}, indent=1) + "\n")
 
 
-def neighbours(kernels: Any, caches: Any, runs: int, line_0_28: Path | None) -> None:
+def neighbours(kernels: Any, caches: Any, runs: int) -> None:
     """Upstream's neighbours with the same eyes: time and fraction of the copy bandwidth."""
     copy = copy_tb_per_s(runs)
     for tokens in (1, 64, 512, 4096, 16384):
         calls, nbytes = norm_rope_calls(kernels, tokens, caches)
         us = paired_us(calls, calls, runs)[0]
         print(f"norm_rope T={tokens}: {us:.2f} us, {100 * nbytes / us / 1e6 / copy:.0f} % of copy", flush=True)
-    if line_0_28 is None:
-        return
-    kernel = extract_kernel(line_0_28, "_fused_indexer_q_rope_quant_kernel")
-    for tokens, heads in product((1, 64, 512, 4096, 16384), (64, 32)):
-        shape = Shape(16, heads, False)
-        copies = max(4, min(64, WORKING_SET // (tokens * heads * 390)))
-        calls = []
-        for _ in range(copies):
-            inp = make_inputs(shape, tokens, caches)
-            fp8, weights, _ = poisoned_outputs(shape, inp)
-            q, w = inp["index_q"], inp["index_weights"]
-
-            def call(inp=inp, q=q, w=w, fp8=fp8, weights=weights):
-                kernel[(q.shape[0], q.shape[1])](
-                    inp["positions"], q, q.stride(0), q.stride(1), caches[1], caches[1].stride(0), fp8, fp8.stride(0),
-                    fp8.stride(1), w, w.stride(0), w.stride(1), weights, weights.stride(0), weights.stride(1), 0.088,
-                    0.125, fp8_min=-448.0, fp8_max=448.0, is_neox=True, num_warps=1)
-
-            calls.append(call)
-        us = paired_us(calls, calls, runs)[0]
-        nbytes = tokens * (heads * (128 * 3 + 6) + 8 + 256)
-        print(f"0.28.0 index q T={tokens} index={heads}: {us:.2f} us, {100 * nbytes / us / 1e6 / copy:.0f} % of copy",
-              flush=True)
 
 
 def norm_rope_calls(kernels: Any, tokens: int, caches: Any) -> tuple[list[Callable[[], Any]], int]:
@@ -218,22 +245,6 @@ def norm_rope_calls(kernels: Any, tokens: int, caches: Any) -> tuple[list[Callab
     return calls, nbytes
 
 
-def extract_kernel(path: Path, name: str) -> Any:
-    """One Triton kernel out of a file that cannot be imported here."""
-    source = path.read_text()
-    node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name)
-    body = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n" + (ast.get_source_segment(source, node) or "")
-    file = Path("/tmp") / f"{name}.py"
-    file.write_text(body)
-    import importlib.util
-
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return getattr(module, name)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="+", choices=["check", "sweep", "table", "neighbours"])
@@ -243,7 +254,7 @@ def main() -> int:
     parser.add_argument("--rows", type=int, help="rows per program, in place of the built-in choice")
     parser.add_argument("--warps", type=int)
     parser.add_argument("--runs", type=int, default=11)
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, metavar="DIR")
     parser.add_argument("--commit", default=git_commit())
     args = parser.parse_args()
     torch.manual_seed(0)
@@ -257,14 +268,14 @@ def main() -> int:
         start = time.time()
         if what == "check":
             shard = tuple(int(n) for n in args.shard.split("/"))
-            if fused_q_check.run(kernels, launch, (shard[0], shard[1])):
+            if fused_q_check.run(kernels, launch, args.line_0_28, (shard[0], shard[1])):
                 return 1
         elif what == "sweep":
-            sweep(kernels, launch, caches, args.runs, "")
+            sweep(kernels, launch, caches, args.runs)
         elif what == "table":
-            table(kernels, launch, caches, args.runs, args.out, args.commit)
+            table(kernels, launch, caches, args)
         else:
-            neighbours(kernels, caches, args.runs, args.line_0_28)
+            neighbours(kernels, caches, args.runs)
         print(f"[{what}: {time.time() - start:.0f} s]", flush=True)
     return 0
 

@@ -3,8 +3,10 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
+import tempfile
 import types
 from dataclasses import dataclass
 from pathlib import Path
@@ -88,6 +90,7 @@ def load_kernels(upstream: Path | None) -> tuple[Any, Any]:
     kernels = _load("upstream_kernels", upstream)
     ours = ROOT / "overlay/vllm/dsa/fused_q"
     _load("vllm.dsa.fused_q.kernel", ours / "kernel.py")
+    _load("vllm.dsa.fused_q.index_kernel", ours / "index_kernel.py")
     return kernels, _load("vllm.dsa.fused_q.launch", ours / "launch.py")
 
 
@@ -169,3 +172,38 @@ def call_ours(
         **meta,
     )
     return outputs
+
+
+def extract_kernel(path: Path, name: str) -> Any:
+    """One Triton kernel out of a file that cannot be imported here."""
+    source = path.read_text()
+    node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name)
+    body = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{ast.get_source_segment(source, node)}\n"
+    file = Path(tempfile.mkdtemp()) / f"{name}.py"
+    file.write_text(body)
+    return getattr(_load(name, file), name)
+
+
+def call_upstream_0_28(kernel: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...]) -> None:
+    """0.28.0's kernel, launched as ``fused_indexer_q_rope_quant`` of that release does."""
+    q, w, cache = inputs["index_q"], inputs["index_weights"], inputs["index_q_cos_sin_cache"]
+    strides = [out[0].stride(0), out[0].stride(1)], [out[1].stride(0), out[1].stride(1)]
+    kernel[(q.shape[0], q.shape[1])](
+        inputs["positions"], q, q.stride(0), q.stride(1), cache, cache.stride(0), out[0], *strides[0], w, w.stride(0),
+        w.stride(1), out[1], *strides[1], inputs["index_weights_softmax_scale"], inputs["index_weights_head_scale"],
+        fp8_min=-448.0, fp8_max=448.0, is_neox=not shape.interleave, num_warps=1,
+    )  # fmt: skip
+
+
+def call_ours_0_28(launch: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...]) -> None:
+    launch.launch_index_q(
+        inputs["positions"],
+        inputs["index_q"],
+        inputs["index_q_cos_sin_cache"],
+        inputs["index_weights"],
+        inputs["index_weights_softmax_scale"],
+        inputs["index_weights_head_scale"],
+        not shape.interleave,
+        out[0],
+        out[1],
+    )

@@ -4,10 +4,21 @@
 from __future__ import annotations
 
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import torch
-from fused_q_cases import Shape, call_ours, call_upstream, cos_sin_cache, make_inputs, poisoned_outputs
+from fused_q_cases import (
+    Shape,
+    call_ours,
+    call_ours_0_28,
+    call_upstream,
+    call_upstream_0_28,
+    cos_sin_cache,
+    extract_kernel,
+    make_inputs,
+    poisoned_outputs,
+)
 
 NAMES = ("index_q_fp8", "index_weights_out", "mqa_q")
 
@@ -53,7 +64,28 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> int:
     return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
 
 
-def run(kernels: Any, launch: Any, shard: tuple[int, int] = (0, 1)) -> int:
+KINDS = [("random", 1), ("random", 7), ("random", 1000), ("patterns", 513), ("scales", 1024)]
+KINDS += [("zeros", 33), ("denormals", 257), ("huge", 257)]
+
+
+def prepared(shape: Shape, kind: str, tokens: int, caches: Any) -> dict[str, Any]:
+    inputs = make_inputs(shape, tokens, caches)
+    if kind != "random":
+        hostile(shape, inputs, kind)
+    elif tokens == 1000:
+        inputs["positions"] = torch.randint(0, 163840, (tokens,), device="cuda")
+        inputs["positions"][::9] = 0  # padded rows
+    return inputs
+
+
+def report(shape: Shape, kind: str, tokens: int, want: Any, got: Any, compared: Any, note: str = "") -> int:
+    wrong = {NAMES[i]: n for i in compared if (n := same_bits(want[i], got[i]))}
+    if wrong:
+        print(f"DIFFER {shape} {kind} T={tokens} {note}: bytes {wrong}", flush=True)
+    return int(bool(wrong))
+
+
+def run(kernels: Any, launch: Any, line_0_28: Path | None, shard: tuple[int, int] = (0, 1)) -> int:
     """Compare; print each difference. Returns the number of cases that differ."""
     caches = {t: (cos_sin_cache(t), cos_sin_cache(t)) for t in (torch.float32, torch.bfloat16)}
     bad = cases = 0
@@ -64,27 +96,25 @@ def run(kernels: Any, launch: Any, shard: tuple[int, int] = (0, 1)) -> int:
     ]
     shapes += [Shape(8, 32, True), Shape(8, 32, True, has_indexer=False), Shape(128, 64, False)]
     shapes += [Shape(5, 24, False, fp8_query=True), Shape(5, 24, True)]  # head counts that divide no block
-    shapes = shapes[shard[0] :: shard[1]]
-    for shape in shapes:
-        kinds = [("random", 1), ("random", 7), ("random", 1000), ("patterns", 513), ("scales", 1024)]
-        kinds += [("zeros", 33), ("denormals", 257), ("huge", 257)]
-        for kind, tokens in kinds:
-            scales = (0.37, 1.0, 1e-30, 1e38, 0.0, float("inf")) if shape.fp8_query and kind == "patterns" else (0.37,)
-            for q_scale in scales:
-                inputs = make_inputs(shape, tokens, caches[shape.cache_dtype])
-                inputs["q_scale"].fill_(q_scale)
-                if kind != "random":
-                    hostile(shape, inputs, kind)
-                if kind == "random" and tokens == 1000:
-                    inputs["positions"] = torch.randint(0, 163840, (tokens,), device="cuda")
-                    inputs["positions"][::9] = 0  # padded rows
-                want = call_upstream(kernels, shape, inputs)
-                got = call_ours(launch, shape, inputs, poisoned_outputs(shape, inputs))
-                cases += 1
-                compared = range(3) if shape.has_indexer else (2,)
-                wrong = {NAMES[i]: n for i in compared if (n := same_bits(want[i], got[i]))}
-                if wrong:
-                    bad += 1
-                    print(f"DIFFER {shape} {kind} T={tokens} q_scale={q_scale}: bytes {wrong}", flush=True)
+    for shape, (kind, tokens) in product(shapes[shard[0] :: shard[1]], KINDS):
+        scales = (0.37, 1.0, 1e-30, 1e38, 0.0, float("inf")) if shape.fp8_query and kind == "patterns" else (0.37,)
+        for q_scale in scales:
+            inputs = prepared(shape, kind, tokens, caches[shape.cache_dtype])
+            inputs["q_scale"].fill_(q_scale)
+            want = call_upstream(kernels, shape, inputs)
+            got = call_ours(launch, shape, inputs, poisoned_outputs(shape, inputs))
+            compared = range(3) if shape.has_indexer else (2,)
+            bad += report(shape, kind, tokens, want, got, compared, f"q_scale={q_scale}")
+            cases += 1
+    if line_0_28 is not None:
+        kernel = extract_kernel(line_0_28, "_fused_indexer_q_rope_quant_kernel")
+        compiled = [Shape(1, heads, inter, cache_dtype=t) for heads, inter, t in product((64, 24), (False, True), caches)]
+        for shape, (kind, tokens) in product(compiled[shard[0] :: shard[1]], KINDS):
+            inputs = prepared(shape, kind, tokens, caches[shape.cache_dtype])
+            want, got = poisoned_outputs(shape, inputs), poisoned_outputs(shape, inputs)
+            call_upstream_0_28(kernel, shape, inputs, want)
+            call_ours_0_28(launch, shape, inputs, got)
+            bad += report(shape, kind, tokens, want, got, (0, 1), "line 0.28.0")
+            cases += 1
     print(f"check: {cases} cases, {bad} differ")
     return bad

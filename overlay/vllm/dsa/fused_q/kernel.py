@@ -14,19 +14,25 @@ no data moves between threads apart from that reduction.
 from vllm.triton_utils import tl, triton
 
 
+# Which product of a rotation is fused into the addition is up to the compiler, and it decides differently for
+# upstream's two rotations. The last bit depends on it, so both are written out here as Triton 3.6 and 3.8 compile
+# upstream's kernel. "* -1.0" and not "-": Triton's unary minus is "0 - x", which turns -0 into +0.
 @triton.jit
-def _rotate(x1, x2, cos, sin):
-    """``(x1 cos - x2 sin, x2 cos + x1 sin)`` with the contraction that the compiler chooses for upstream's
-    kernel (seen in its PTX with Triton 3.6 and 3.8): the cosine product is fused, the sine product rounds
-    first. Written out, because the compiler picks the other product here and the last bit would differ."""
-    return tl.fma(x1, cos, -(x2 * sin)), tl.fma(x2, cos, x1 * sin)
+def _rotate_fusing_cos(x1, x2, cos, sin):
+    """``(x1 cos - x2 sin, x2 cos + x1 sin)``; the cosine products are fused (upstream's index_q)."""
+    return tl.fma(x1, cos, x2 * sin * -1.0), tl.fma(x2, cos, x1 * sin)
 
 
 @triton.jit
-def _rotate_pairs(x, cos, sin, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """Interleaved RoPE on ``x`` [ROWS, WIDTH]; ``cos``/``sin`` [ROWS, WIDTH / 2]. Returns (even, odd)."""
-    even, odd = tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
-    return _rotate(even, odd, cos, sin)
+def _rotate_fusing_sin(x1, x2, cos, sin):
+    """As ``_rotate_fusing_cos``, but the second sum fuses its sine product (upstream's q_pe)."""
+    return tl.fma(x1, cos, x2 * sin * -1.0), tl.fma(x1, sin, x2 * cos)
+
+
+@triton.jit
+def _split_pairs(x, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """[ROWS, WIDTH] to its even and its odd columns, each [ROWS, WIDTH / 2]."""
+    return tl.split(tl.reshape(x, (ROWS, WIDTH // 2, 2)))
 
 
 @triton.jit
@@ -81,14 +87,16 @@ def _pack_index_rows(
         sin_a = tl.load(cs + HALF + pair, mask=keep2, other=0.0).to(tl.float32)
         cos_b = tl.load(cs + HALF // 2 + pair, mask=keep2, other=0.0).to(tl.float32)
         sin_b = tl.load(cs + HALF + HALF // 2 + pair, mask=keep2, other=0.0).to(tl.float32)
-        even, odd = _rotate_pairs(a, cos_a, sin_a, ROWS, HALF)
+        even, odd = _split_pairs(a, ROWS, HALF)
+        even, odd = _rotate_fusing_cos(even, odd, cos_a, sin_a)
         a = _join_pairs(even, odd, ROWS, HALF)
-        even, odd = _rotate_pairs(b, cos_b, sin_b, ROWS, HALF)
+        even, odd = _split_pairs(b, ROWS, HALF)
+        even, odd = _rotate_fusing_cos(even, odd, cos_b, sin_b)
         b = _join_pairs(even, odd, ROWS, HALF)
     else:
         cos = tl.load(cs + col, mask=keep2, other=0.0).to(tl.float32)
         sin = tl.load(cs + HALF + col, mask=keep2, other=0.0).to(tl.float32)
-        a, b = _rotate(a, b, cos, sin)
+        a, b = _rotate_fusing_cos(a, b, cos, sin)
 
     top = tl.maximum(tl.abs(a), tl.abs(b))
     # Two more chunks when RoPE covers half of the head (all DSA models), none when it covers it all.
@@ -154,7 +162,8 @@ def _rope_query_rows(
         x = tl.load(src + col, mask=keep2, other=0.0).to(tl.float32)
         cos = tl.load(cs + pair, mask=keep2, other=0.0).to(tl.float32)
         sin = tl.load(cs + HALF + pair, mask=keep2, other=0.0).to(tl.float32)
-        even, odd = _rotate_pairs(x, cos, sin, ROWS, HALF)
+        even, odd = _split_pairs(x, ROWS, HALF)
+        even, odd = _rotate_fusing_sin(even, odd, cos, sin)
         if QUANTIZE:
             # Upstream divides with "/" here, not with div_rn: the approximate division is part of the bits.
             even = even / scale

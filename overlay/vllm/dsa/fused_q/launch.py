@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import torch
 
+from vllm.dsa.fused_q.index_kernel import index_q_rope_quant_kernel
 from vllm.dsa.fused_q.kernel import fused_q_prefill_kernel
 from vllm.triton_utils import triton
 
@@ -139,4 +140,49 @@ def launch(
         NOPE_ROWS=NOPE_ROWS,
         num_warps=NUM_WARPS,
         **pdl,
+    )
+
+
+def launch_index_q(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    cos_sin_cache: torch.Tensor,
+    weights: torch.Tensor,
+    softmax_scale: float,
+    head_scale: float,
+    is_neox: bool,
+    q_fp8: torch.Tensor,
+    weights_out: torch.Tensor,
+) -> None:
+    """The compiled line's indexer query: fill ``q_fp8`` and ``weights_out`` as upstream's kernel would.
+
+    ``positions`` [T] int64; ``q`` and ``q_fp8`` [T, heads, 128]; ``cos_sin_cache`` [positions, 64];
+    ``weights`` and ``weights_out`` (float32) [T, heads].
+    """
+    num_tokens, num_heads = q.shape[0], q.shape[1]
+    index_q_rope_quant_kernel[(triton.cdiv(num_tokens * num_heads, INDEX_ROWS),)](
+        num_tokens,
+        positions,
+        q,
+        q.stride(0),
+        q.stride(1),
+        cos_sin_cache,
+        cos_sin_cache.stride(0),
+        q_fp8,
+        q_fp8.stride(0),
+        q_fp8.stride(1),
+        weights,
+        weights.stride(0),
+        weights.stride(1),
+        weights_out,
+        weights_out.stride(0),
+        weights_out.stride(1),
+        softmax_scale,
+        head_scale,
+        NUM_HEADS=num_heads,
+        FP8_MIN=-_FP8_MAX,
+        FP8_MAX=_FP8_MAX,
+        IS_NEOX=is_neox,
+        ROWS=INDEX_ROWS,
+        num_warps=NUM_WARPS,
     )
