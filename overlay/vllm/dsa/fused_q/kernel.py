@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill-shaped query packing: RoPE and FP8 quantisation of the indexer's and the MLA queries.
+"""Query packing in blocks of rows: RoPE and FP8 quantisation of the indexer's and the MLA queries.
 
 Same function as ``_fused_q_kernel`` of ``vllm/models/deepseek_v32/common/kernels.py`` (vLLM 0.33.0), bit
 for bit. Upstream's runs one single-warp program per token, role and head, each with 2-byte gathers, so at
@@ -204,7 +204,7 @@ def _quantize_nope_rows(
 # The token count and everything that follows from it must not take part in specialisation: a new batch size
 # would otherwise compile a new kernel in the middle of serving.
 @triton.jit(do_not_specialize=["num_tokens", "index_blocks", "pe_blocks"])
-def fused_q_prefill_kernel(
+def fused_q_block_kernel(
     num_tokens,
     index_blocks,
     pe_blocks,

@@ -1,16 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decides between upstream's query packing kernel and the prefill-shaped one, and launches the latter."""
+"""Decides between upstream's query packing kernel and the one in blocks of rows, and launches the latter."""
 
 from __future__ import annotations
 
 import torch
 
+from vllm.dsa import features
 from vllm.dsa.fused_q.index_kernel import index_q_rope_quant_kernel
-from vllm.dsa.fused_q.kernel import fused_q_prefill_kernel
+from vllm.dsa.fused_q.kernel import fused_q_block_kernel
+from vllm.platforms import current_platform
 from vllm.triton_utils import triton
 
-#: From this token count on the prefill-shaped kernel is used; measured in bench/results/fused_q.
-MIN_TOKENS = 512
+#: Token counts from which the block kernel is used, with and without an indexer. Measured on an H200
+#: (bench/results/fused_q): with the indexer's rows it is never slower, without them it is 6 % slower at 16
+#: tokens and faster from 64 on.
+MIN_TOKENS_INDEXER = 1
+MIN_TOKENS_NO_INDEXER = 64
 
 #: Rows (token, head) per program and warps per program. With 4 warps a 32-row block of 32-element chunks
 #: gives each thread exactly one 16-byte access per chunk.
@@ -22,38 +27,89 @@ NUM_WARPS = 4
 _FP8_MAX = 448.0
 
 
-def is_supported(
+_reported = False
+
+
+def try_launch(
+    positions: torch.Tensor,
+    q_pe: torch.Tensor,
+    q_pe_cos_sin_cache: torch.Tensor,
+    ql_nope: torch.Tensor,
+    q_scale: torch.Tensor,
+    mqa_q: torch.Tensor,
+    index_q: torch.Tensor,
+    index_q_cos_sin_cache: torch.Tensor,
+    index_weights: torch.Tensor,
+    index_weights_softmax_scale: float,
+    index_weights_head_scale: float,
+    index_q_fp8: torch.Tensor,
+    index_weights_out: torch.Tensor,
+    *,
+    has_indexer: bool,
+    index_rope_interleave: bool,
+    quantize_mqa: bool,
+) -> bool:
+    """Fill the outputs as `launch` does if this call is one for the block kernel, and say whether it was.
+
+    The decision takes host data only: token count, shapes and types. Called with the arguments that
+    upstream's ``fused_q`` gives to its CuTeDSL kernel, after that kernel was ruled out.
+    """
+    global _reported
+    if positions.shape[0] < (MIN_TOKENS_INDEXER if has_indexer else MIN_TOKENS_NO_INDEXER):
+        return False
+    reason = unsupported(
+        q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, ql_nope,
+        has_indexer=has_indexer, quantize_mqa=quantize_mqa,
+    )  # fmt: skip
+    if reason is not None:
+        features.report_declined("fused_q", reason)
+        return False
+    launch(
+        positions, q_pe, q_pe_cos_sin_cache, ql_nope, q_scale, mqa_q, index_q, index_q_cos_sin_cache, index_weights,
+        index_weights_softmax_scale, index_weights_head_scale, index_q_fp8, index_weights_out,
+        has_indexer=has_indexer, index_rope_interleave=index_rope_interleave, quantize_mqa=quantize_mqa,
+        use_pdl=current_platform.is_arch_support_pdl(),
+    )  # fmt: skip
+    if not _reported:  # once: a count per layer and step would be paid in every eager decode step
+        _reported = True
+        features.report_active("fused_q")
+    return True
+
+
+def unsupported(
     q_pe: torch.Tensor,
     q_pe_cos_sin_cache: torch.Tensor,
     index_q: torch.Tensor,
     index_q_cos_sin_cache: torch.Tensor,
-    index_q_fp8: torch.Tensor,
     ql_nope: torch.Tensor,
     *,
     has_indexer: bool,
     quantize_mqa: bool,
-) -> bool:
-    """Whether the prefill-shaped kernel covers these layouts; all of it is host data.
+) -> str | None:
+    """Why the block kernel does not cover these tensors, or None.
 
-    Both kernels assume unit stride in the last dimension. Beyond that the row is cut into chunks of half the
-    rotary dimension, so that has to be a power of two of at least 16 elements, and the indexer head has to
-    be two or four such chunks. Everything else stays with upstream's kernel.
+    A row is cut into chunks of half the rotary dimension, so that must be a power of two of at least 16, and
+    an indexer head two or four such chunks. As in upstream's kernel the last dimension has unit stride.
     """
+    if not current_platform.is_cuda():
+        return "needs an NVIDIA GPU"
     half = q_pe_cos_sin_cache.shape[-1] // 2
-    if q_pe.dtype != torch.bfloat16 or half < 16 or half & (half - 1) or q_pe.shape[-1] != 2 * half:
-        return False
-    if quantize_mqa and (ql_nope.dtype != torch.bfloat16 or ql_nope.shape[-1] > 1024):
-        return False
+    if not _is_chunk(half) or q_pe.shape[-1] != 2 * half:
+        return f"rotary dimension {q_pe.shape[-1]} of the query"
+    if q_pe.dtype != torch.bfloat16 or ql_nope.dtype != torch.bfloat16:
+        return f"query of {q_pe.dtype}"
+    if quantize_mqa and ql_nope.shape[-1] > 1024:
+        return f"latent dimension {ql_nope.shape[-1]}"
     if not has_indexer:
-        return True
-    index_half = index_q_cos_sin_cache.shape[-1] // 2
-    return (
-        index_q.dtype == torch.bfloat16
-        and index_q_fp8.dtype == torch.float8_e4m3fn
-        and index_half >= 16
-        and index_half & (index_half - 1) == 0
-        and index_q.shape[-1] in (2 * index_half, 4 * index_half)
-    )
+        return None
+    half = index_q_cos_sin_cache.shape[-1] // 2
+    if not _is_chunk(half) or index_q.shape[-1] not in (2 * half, 4 * half):
+        return f"indexer head of {index_q.shape[-1]} with rotary dimension {2 * half}"
+    return None if index_q.dtype == torch.bfloat16 else f"indexer query of {index_q.dtype}"
+
+
+def _is_chunk(half: int) -> bool:
+    return half >= 16 and half & (half - 1) == 0
 
 
 def launch(
@@ -91,7 +147,7 @@ def launch(
     pe_blocks = triton.cdiv(num_tokens * num_q_heads, PE_ROWS)
     nope_blocks = triton.cdiv(num_tokens * num_q_heads, NOPE_ROWS) if quantize_mqa else 0
     pdl = {"launch_pdl": True} if use_pdl else {}
-    fused_q_prefill_kernel[(index_blocks + pe_blocks + nope_blocks,)](
+    fused_q_block_kernel[(index_blocks + pe_blocks + nope_blocks,)](
         num_tokens,
         index_blocks,
         pe_blocks,
@@ -160,7 +216,7 @@ def launch_index_q(
     ``weights`` and ``weights_out`` (float32) [T, heads].
     """
     num_tokens, num_heads = q.shape[0], q.shape[1]
-    index_q_rope_quant_kernel[(triton.cdiv(num_tokens * num_heads, INDEX_ROWS),)](
+    index_q_rope_quant_kernel[((num_tokens * num_heads + INDEX_ROWS - 1) // INDEX_ROWS,)](
         num_tokens,
         positions,
         q,
