@@ -6,8 +6,8 @@
     python bench/fused_q.py table --out DIR  # the published table, one results file per line
     python bench/fused_q.py neighbours       # upstream's fused norm and RoPE kernel, for comparison
 
-``--upstream KERNELS_PY`` takes the pinned tree's ``vllm/models/deepseek_v32/common/kernels.py`` and runs it on the
-machine's own torch and Triton; without it an installed patched vLLM is used.
+``--upstream KERNELS_PY`` takes the pinned tree's ``vllm/models/deepseek_v32/common/kernels.py`` and runs it
+on the machine's own torch and Triton; without it an installed patched vLLM is used.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from typing import Any
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import fused_q_check  # noqa: E402
-from fused_q_cases import (  # noqa: E402
+import fused_q_check
+from fused_q_cases import (
     ROOT,
     Shape,
     call_ours,
@@ -86,7 +86,7 @@ def copy_tb_per_s(runs: int) -> float:
     src = torch.empty(4 << 30, dtype=torch.uint8, device="cuda").random_(0, 255)
     dst = torch.empty_like(src)
     times = []
-    # Not in a graph: there the copy becomes a copy-engine node, which is a third slower than the driver's kernel.
+    # Not in a graph: there the copy becomes a copy-engine node, a third slower than the driver's kernel.
     for _ in range(runs + 2):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
@@ -118,8 +118,11 @@ def sweep(kernels: Any, launch: Any, caches: Any, runs: int) -> None:
             launch.NUM_WARPS = warps
             us, us_small = paired_us(ours, small, runs)
             rate = shape.bytes(16384) / us / 1e6
-            print(f"sweep {shape.heads}/{shape.index} rows={rows} warps={warps} "
-                  f"16384: {us:.1f} us {rate:.2f} TB/s  256: {us_small:.2f} us", flush=True)
+            print(
+                f"sweep {shape.heads}/{shape.index} rows={rows} warps={warps} "
+                f"16384: {us:.1f} us {rate:.2f} TB/s  256: {us_small:.2f} us",
+                flush=True,
+            )
     # The NoPE role exists with an FP8 query only.
     shape = Shape(16, 64, False, fp8_query=True)
     theirs, ours = calls_for(kernels, launch, shape, 8192, caches)
@@ -127,8 +130,10 @@ def sweep(kernels: Any, launch: Any, caches: Any, runs: int) -> None:
     for nope in (2, 4, 8):
         launch.NOPE_ROWS = nope
         us, up = paired_us(ours, theirs, runs)
-        print(f"sweep fp8 query nope={nope} {us:.1f} us {shape.bytes(8192) / us / 1e6:.2f} TB/s (upstream {up:.1f})",
-              flush=True)
+        print(
+            f"sweep fp8 query nope={nope} {us:.1f} us {shape.bytes(8192) / us / 1e6:.2f} TB/s ({up:.1f})",
+            flush=True,
+        )
 
 
 def git_commit() -> str:
@@ -137,8 +142,8 @@ def git_commit() -> str:
 
 
 def chained(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
-    """Put a small kernel after each call. Launched back to back, independent kernels overlap; in a decode step each
-    waits for the one before, so at small token counts this is the time that counts."""
+    """Put a small kernel after each call. Launched back to back, independent kernels overlap; in a decode
+    step each waits for the one before, so at small token counts this is the time that counts."""
     mark = torch.zeros(1, device="cuda")
 
     def both(call: Callable[[], Any]) -> None:
@@ -149,7 +154,13 @@ def chained(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
 
 
 def measure(
-    pair: tuple[list, list], case: str, nbytes: int, tokens: int, copy: float, runs: int, common: dict[str, Any]
+    pair: tuple[list, list],
+    case: str,
+    nbytes: int,
+    tokens: int,
+    copy: float,
+    runs: int,
+    common: dict[str, Any],
 ) -> list[dict[str, Any]]:
     up, us = paired_us(*pair, runs)
 
@@ -177,11 +188,24 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
 
     smi = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
     driver, card = subprocess.run(smi, capture_output=True, text=True).stdout.strip().split(", ")
-    common = {"runs": args.runs, "commit": args.commit, "driver": driver, "torch": torch.__version__,
-              "triton": triton.__version__, "date": datetime.date.today().isoformat()}  # fmt: skip
+    common = {
+        "runs": args.runs,
+        "commit": args.commit,
+        "driver": driver,
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
     copy = copy_tb_per_s(args.runs)
     print(f"copy {copy:.2f} TB/s")
-    ceiling = {"case": "copy", "metric": "copy bandwidth", "unit": "TB/s", "baseline": copy, "ours": copy, "ratio": 1.0}
+    ceiling = {
+        "case": "copy",
+        "metric": "copy bandwidth",
+        "unit": "TB/s",
+        "baseline": copy,
+        "ours": copy,
+        "ratio": 1.0,
+    }
     results: dict[str, list[dict[str, Any]]] = {"0.33.0": [ceiling | common], "0.28.0": [ceiling | common]}
     shapes = SHAPES + [Shape(s.heads, s.index, s.interleave, fp8_query=True) for s in SHAPES[:2]]
     shapes += [Shape(16, 64, False, has_indexer=False)]
@@ -207,7 +231,14 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
         args.out.mkdir(parents=True, exist_ok=True)
         notes = f"{card}; upstream's kernel and ours on the same torch and Triton, CUDA graph replays in turn"
         for line, rows in results.items():
-            doc = {"schema": 1, "kind": "ratio", "feature": "fused_q", "line": line, "card": "h200", "rows": rows}
+            doc = {
+                "schema": 1,
+                "kind": "ratio",
+                "feature": "fused_q",
+                "line": line,
+                "card": "h200",
+                "rows": rows,
+            }
             (args.out / f"{line}-h200.json").write_text(json.dumps(doc | {"notes": notes}, indent=1) + "\n")
 
 
@@ -217,7 +248,9 @@ def neighbours(kernels: Any, caches: Any, runs: int) -> None:
     for tokens in (1, 64, 512, 4096, 16384):
         calls, nbytes = norm_rope_calls(kernels, tokens, caches)
         us = paired_us(calls, calls, runs)[0]
-        print(f"norm_rope T={tokens}: {us:.2f} us, {100 * nbytes / us / 1e6 / copy:.0f} % of copy", flush=True)
+        print(
+            f"norm_rope T={tokens}: {us:.2f} us, {100 * nbytes / us / 1e6 / copy:.0f} % of copy", flush=True
+        )
 
 
 def norm_rope_calls(kernels: Any, tokens: int, caches: Any) -> tuple[list[Callable[[], Any]], int]:
@@ -231,26 +264,46 @@ def norm_rope_calls(kernels: Any, tokens: int, caches: Any) -> tuple[list[Callab
         q_c, kv_c, k_pe = qkv.split([1536, 512, 64], dim=-1)
         kw = torch.randn(tokens, 192, **bf16)
         slots = torch.randperm(blocks * 64, device="cuda")[:tokens]
-        args: dict[str, Any] = dict(
-            positions=torch.arange(tokens, device="cuda"), q_c=q_c, q_rms_norm_w=torch.ones(1536, **bf16), q_rms_eps=1e-6,
-            kv_c=kv_c, kv_rms_norm_w=torch.ones(512, **bf16), kv_rms_eps=1e-6, k_pe=k_pe, k_rope_cos_sin_cache=caches[0],
-            index_k=kw[:, :128], index_k_layer_norm_w=torch.ones(128, device="cuda"),
-            index_k_layer_norm_bias=torch.zeros(128, device="cuda"), index_k_layer_norm_eps=1e-6,
+        args: dict[str, Any] = dict(  # noqa: C408 - parameters of the function below
+            positions=torch.arange(tokens, device="cuda"),
+            q_c=q_c,
+            q_rms_norm_w=torch.ones(1536, **bf16),
+            q_rms_eps=1e-6,
+            kv_c=kv_c,
+            kv_rms_norm_w=torch.ones(512, **bf16),
+            kv_rms_eps=1e-6,
+            k_pe=k_pe,
+            k_rope_cos_sin_cache=caches[0],
+            index_k=kw[:, :128],
+            index_k_layer_norm_w=torch.ones(128, device="cuda"),
+            index_k_layer_norm_bias=torch.zeros(128, device="cuda"),
+            index_k_layer_norm_eps=1e-6,
             index_k_rope_cos_sin_cache=caches[1],
-            topk_indices_buffer=torch.empty(tokens, 2048, dtype=torch.int32, device="cuda"), slot_mapping=slots,
+            topk_indices_buffer=torch.empty(tokens, 2048, dtype=torch.int32, device="cuda"),
+            slot_mapping=slots,
             indexer_k_cache=torch.zeros(blocks, 64, 132, dtype=torch.uint8, device="cuda"),
-            mla_kv_cache=torch.zeros(blocks, 64, 576, **bf16), mla_k_scale=torch.ones(1, device="cuda"),
-            q_c_out=torch.empty_like(q_c), kv_c_out=torch.empty_like(kv_c), k_pe_out=torch.empty_like(k_pe))
+            mla_kv_cache=torch.zeros(blocks, 64, 576, **bf16),
+            mla_k_scale=torch.ones(1, device="cuda"),
+            q_c_out=torch.empty_like(q_c),
+            kv_c_out=torch.empty_like(kv_c),
+            k_pe_out=torch.empty_like(k_pe),
+        )
         calls.append(lambda args=args: kernels.fused_norm_rope(**args))
     return calls, nbytes
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("what", nargs="+", choices=["check", "sweep", "table", "neighbours"])
     parser.add_argument("--upstream", type=Path, metavar="KERNELS_PY")
-    parser.add_argument("--line-0-28", type=Path, metavar="FILE", help="0.28.0's layers/sparse_attn_indexer.py")
-    parser.add_argument("--shard", default="0/1", help="check only every n-th shape (several processes compile faster)")
+    parser.add_argument(
+        "--line-0-28", type=Path, metavar="FILE", help="0.28.0's layers/sparse_attn_indexer.py"
+    )
+    parser.add_argument(
+        "--shard", default="0/1", help="check only every n-th shape (several processes compile faster)"
+    )
     parser.add_argument("--rows", type=int, help="rows per program, in place of the built-in choice")
     parser.add_argument("--warps", type=int)
     parser.add_argument("--runs", type=int, default=11)

@@ -104,7 +104,11 @@ def make_inputs(shape: Shape, tokens: int, caches: tuple[torch.Tensor, torch.Ten
     """The tensors as the model passes them: ``q_pe`` a slice of the q_b output, ``ql_nope`` a transposed bmm
     result, the weights a slice of the wk_weights_proj output."""
     q = torch.randn(tokens, shape.heads, 128 + ROPE, device="cuda", dtype=torch.bfloat16)
-    bmm = torch.randn(shape.heads, tokens, NOPE, device="cuda", dtype=torch.bfloat16) if shape.fp8_query else None
+    bmm = (
+        torch.randn(shape.heads, tokens, NOPE, device="cuda", dtype=torch.bfloat16)
+        if shape.fp8_query
+        else None
+    )
     index_q = kw = None
     if shape.has_indexer:
         index_q = torch.randn(tokens, shape.index, INDEX_DIM, device="cuda", dtype=torch.bfloat16)
@@ -145,8 +149,10 @@ def poisoned_outputs(shape: Shape, inputs: dict[str, Any]) -> tuple[torch.Tensor
 
     index = (shape.index, INDEX_DIM) if shape.has_indexer else (1, 1)
     rows = tokens if shape.has_indexer else 1
-    mqa = buffer(FP8, tokens, shape.heads, NOPE + ROPE) if shape.fp8_query else buffer(
-        torch.bfloat16, tokens, shape.heads, ROPE
+    mqa = (
+        buffer(FP8, tokens, shape.heads, NOPE + ROPE)
+        if shape.fp8_query
+        else buffer(torch.bfloat16, tokens, shape.heads, ROPE)
     )
     return buffer(FP8, rows, *index), buffer(torch.float32, rows, index[0]), mqa
 
@@ -178,21 +184,40 @@ def extract_kernel(path: Path, name: str) -> Any:
     """One Triton kernel out of a file that cannot be imported here."""
     source = path.read_text()
     node = next(n for n in ast.parse(source).body if isinstance(n, ast.FunctionDef) and n.name == name)
-    body = f"import triton\nimport triton.language as tl\n\n\n@triton.jit\n{ast.get_source_segment(source, node)}\n"
+    head = "import triton\nimport triton.language as tl\n\n\n@triton.jit\n"
+    body = f"{head}{ast.get_source_segment(source, node)}\n"
     file = Path(tempfile.mkdtemp()) / f"{name}.py"
     file.write_text(body)
     return getattr(_load(name, file), name)
 
 
-def call_upstream_0_28(kernel: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...]) -> None:
+def call_upstream_0_28(
+    kernel: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...]
+) -> None:
     """0.28.0's kernel, launched as ``fused_indexer_q_rope_quant`` of that release does."""
     q, w, cache = inputs["index_q"], inputs["index_weights"], inputs["index_q_cos_sin_cache"]
     strides = [out[0].stride(0), out[0].stride(1)], [out[1].stride(0), out[1].stride(1)]
     kernel[(q.shape[0], q.shape[1])](
-        inputs["positions"], q, q.stride(0), q.stride(1), cache, cache.stride(0), out[0], *strides[0], w, w.stride(0),
-        w.stride(1), out[1], *strides[1], inputs["index_weights_softmax_scale"], inputs["index_weights_head_scale"],
-        fp8_min=-448.0, fp8_max=448.0, is_neox=not shape.interleave, num_warps=1,
-    )  # fmt: skip
+        inputs["positions"],
+        q,
+        q.stride(0),
+        q.stride(1),
+        cache,
+        cache.stride(0),
+        out[0],
+        *strides[0],
+        w,
+        w.stride(0),
+        w.stride(1),
+        out[1],
+        *strides[1],
+        inputs["index_weights_softmax_scale"],
+        inputs["index_weights_head_scale"],
+        fp8_min=-448.0,
+        fp8_max=448.0,
+        is_neox=not shape.interleave,
+        num_warps=1,
+    )
 
 
 def call_ours_0_28(launch: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...]) -> None:

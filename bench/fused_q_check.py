@@ -31,8 +31,15 @@ def every_bf16(rows: int, cols: int) -> torch.Tensor:
 
 def every_scale(rows: int, cols: int) -> torch.Tensor:
     """Row r has the bf16 of bit pattern r as its largest magnitude, so every reachable scale occurs."""
-    top = torch.arange(rows, device="cuda", dtype=torch.int32).remainder(32768).to(torch.int16).view(torch.bfloat16)
-    x = top[:, None] * torch.rand(rows, cols, device="cuda", dtype=torch.float32).mul(2).sub(1).to(torch.bfloat16)
+    top = (
+        torch.arange(rows, device="cuda", dtype=torch.int32)
+        .remainder(32768)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+    )
+    x = top[:, None] * torch.rand(rows, cols, device="cuda", dtype=torch.float32).mul(2).sub(1).to(
+        torch.bfloat16
+    )
     place = torch.randint(0, cols, (rows,), device="cuda")
     return x.scatter_(1, place[:, None], top[:, None])
 
@@ -50,7 +57,9 @@ def hostile(shape: Shape, inputs: dict[str, Any], kind: str) -> None:
             new = torch.zeros(rows, cols, device="cuda", dtype=torch.bfloat16)
             new[::2] = -0.0
         elif kind == "denormals":
-            new = (every_bf16(rows, cols).view(torch.int16) & -32641).view(torch.bfloat16)  # exponent bits off
+            new = (every_bf16(rows, cols).view(torch.int16) & -32641).view(
+                torch.bfloat16
+            )  # exponent bits off
         else:  # "huge"
             new = torch.randn(rows, cols, device="cuda").mul(1.5e38).to(torch.bfloat16)
         x.copy_(new.view(x.shape))
@@ -91,13 +100,17 @@ def run(kernels: Any, launch: Any, line_0_28: Path | None, shard: tuple[int, int
     bad = cases = 0
     shapes = [
         Shape(16, 64, interleave, fp8_query, has_indexer, dtype)
-        for interleave, fp8_query, has_indexer, dtype in product((False, True), (False, True), (True, False), caches)
+        for interleave, fp8_query, has_indexer, dtype in product(
+            (False, True), (False, True), (True, False), caches
+        )
         if has_indexer or not interleave  # without an indexer its rotation style has no effect
     ]
     shapes += [Shape(8, 32, True), Shape(8, 32, True, has_indexer=False), Shape(128, 64, False)]
     shapes += [Shape(5, 24, False, fp8_query=True), Shape(5, 24, True)]  # head counts that divide no block
     for shape, (kind, tokens) in product(shapes[shard[0] :: shard[1]], KINDS):
-        scales = (0.37, 1.0, 1e-30, 1e38, 0.0, float("inf")) if shape.fp8_query and kind == "patterns" else (0.37,)
+        scales = (
+            (0.37, 1.0, 1e-30, 1e38, 0.0, float("inf")) if shape.fp8_query and kind == "patterns" else (0.37,)
+        )
         for q_scale in scales:
             inputs = prepared(shape, kind, tokens, caches[shape.cache_dtype])
             inputs["q_scale"].fill_(q_scale)
@@ -108,7 +121,10 @@ def run(kernels: Any, launch: Any, line_0_28: Path | None, shard: tuple[int, int
             cases += 1
     if line_0_28 is not None:
         kernel = extract_kernel(line_0_28, "_fused_indexer_q_rope_quant_kernel")
-        compiled = [Shape(1, heads, inter, cache_dtype=t) for heads, inter, t in product((64, 24), (False, True), caches)]
+        compiled = [
+            Shape(1, heads, inter, cache_dtype=t)
+            for heads, inter, t in product((64, 24), (False, True), caches)
+        ]
         for shape, (kind, tokens) in product(compiled[shard[0] :: shard[1]], KINDS):
             inputs = prepared(shape, kind, tokens, caches[shape.cache_dtype])
             want, got = poisoned_outputs(shape, inputs), poisoned_outputs(shape, inputs)

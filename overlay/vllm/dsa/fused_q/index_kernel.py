@@ -1,10 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """The indexer's query packing of the compiled line (vLLM 0.28.0), in blocks of rows.
 
-Same bits as ``_fused_indexer_q_rope_quant_kernel`` of ``vllm/model_executor/layers/sparse_attn_indexer.py``. It
-differs from 0.33.0's function: the rotated half is rounded to bfloat16 first, the smallest magnitude is 1e-10,
-the scale is a product with 1/448 and the quotients are approximate and clamped. Layout as in ``kernel.py``.
+Same bits as ``_fused_indexer_q_rope_quant_kernel`` of ``vllm/model_executor/layers/sparse_attn_indexer.py``.
+It differs from 0.33.0's function: the rotated half is rounded to bfloat16 first, the smallest magnitude is
+1e-10, the scale is a product with 1/448, quotients are approximate and clamped. Layout as in ``kernel.py``.
 """
+
+# Triton kernels have no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from vllm.dsa.fused_q.kernel import _join_pairs, _rotate_fusing_sin, _split_pairs
 from vllm.triton_utils import tl, triton

@@ -11,12 +11,15 @@ chunk 0 with chunk 1 and the row maximum is an elementwise maximum of the chunks
 no data moves between threads apart from that reduction.
 """
 
+# Triton kernels have no Python types.
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
 from vllm.triton_utils import tl, triton
 
 
 # Which product of a rotation is fused into the addition is up to the compiler, and it decides differently for
-# upstream's two rotations. The last bit depends on it, so both are written out here as Triton 3.6 and 3.8 compile
-# upstream's kernel. "* -1.0" and not "-": Triton's unary minus is "0 - x", which turns -0 into +0.
+# upstream's two rotations. The last bit depends on it, so both are written out here as Triton 3.6 and 3.8
+# compile upstream's kernel. "* -1.0" and not "-": Triton's unary minus is "0 - x", which turns -0 into +0.
 @triton.jit
 def _rotate_fusing_cos(x1, x2, cos, sin):
     """``(x1 cos - x2 sin, x2 cos + x1 sin)``; the cosine products are fused (upstream's index_q)."""
@@ -257,7 +260,7 @@ def fused_q_block_kernel(
     if USE_PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if HAS_INDEXER:
+    if HAS_INDEXER:  # noqa: SIM102 - the outer condition is decided when compiling
         if pid < index_blocks:
             _pack_index_rows(
                 pid,

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import torch
-
 from vllm.dsa import features
 from vllm.dsa.fused_q.index_kernel import index_q_rope_quant_kernel
 from vllm.dsa.fused_q.kernel import fused_q_block_kernel
@@ -58,18 +57,36 @@ def try_launch(
     if positions.shape[0] < (MIN_TOKENS_INDEXER if has_indexer else MIN_TOKENS_NO_INDEXER):
         return False
     reason = unsupported(
-        q_pe, q_pe_cos_sin_cache, index_q, index_q_cos_sin_cache, ql_nope,
-        has_indexer=has_indexer, quantize_mqa=quantize_mqa,
-    )  # fmt: skip
+        q_pe,
+        q_pe_cos_sin_cache,
+        index_q,
+        index_q_cos_sin_cache,
+        ql_nope,
+        has_indexer=has_indexer,
+        quantize_mqa=quantize_mqa,
+    )
     if reason is not None:
         features.report_declined("fused_q", reason)
         return False
     launch(
-        positions, q_pe, q_pe_cos_sin_cache, ql_nope, q_scale, mqa_q, index_q, index_q_cos_sin_cache, index_weights,
-        index_weights_softmax_scale, index_weights_head_scale, index_q_fp8, index_weights_out,
-        has_indexer=has_indexer, index_rope_interleave=index_rope_interleave, quantize_mqa=quantize_mqa,
+        positions,
+        q_pe,
+        q_pe_cos_sin_cache,
+        ql_nope,
+        q_scale,
+        mqa_q,
+        index_q,
+        index_q_cos_sin_cache,
+        index_weights,
+        index_weights_softmax_scale,
+        index_weights_head_scale,
+        index_q_fp8,
+        index_weights_out,
+        has_indexer=has_indexer,
+        index_rope_interleave=index_rope_interleave,
+        quantize_mqa=quantize_mqa,
         use_pdl=current_platform.is_arch_support_pdl(),
-    )  # fmt: skip
+    )
     if not _reported:  # once: a count per layer and step would be paid in every eager decode step
         _reported = True
         features.report_active("fused_q")
@@ -137,7 +154,7 @@ def launch(
     Shapes, with T tokens: ``positions`` [T] int64; ``q_pe`` [T, heads, rope]; ``ql_nope`` [T, heads, nope];
     ``mqa_q`` [T, heads, nope + rope] FP8 when ``quantize_mqa``, else [T, heads, rope] in the query's type;
     ``index_q`` and ``index_q_fp8`` [T, index heads, index dim]; ``index_weights`` [T, index heads], output
-    float32; the cos/sin caches [positions, rope], cosines first. Strides are free except the last, which is 1.
+    float32; the cos/sin caches [positions, rope], cosines first. Strides are free; the last one is 1.
     """
     num_tokens = positions.shape[0]
     num_q_heads = q_pe.shape[1]
