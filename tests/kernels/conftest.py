@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from kernel_checkouts import ROOT, Checkouts
 
 from vllm_series import kernels
 from vllm_series.kernels import KernelBuild
 from vllm_series.workspace import Workspace
-
-ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("CMakeLists.txt", "dsa.h", "common.cuh", "abi.cu", "topk_compare.cu")
 
 
 @pytest.fixture(scope="session")
@@ -45,24 +43,7 @@ def built(ws: Workspace, bare_path: str) -> KernelBuild:
 
 
 @pytest.fixture
-def small_checkout(
+def checkouts(
     ws: Workspace, built: KernelBuild, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[[str], Workspace]:
-    """Makes other checkouts that hold the build and the small kernels, with a cache of their own."""
-    cache = tmp_path / "cache"
-    cache.mkdir()
-    (cache / "toolchain").symlink_to(ws.cache / "toolchain")
-    monkeypatch.setenv("VLLM_SERIES_CACHE", str(cache))
-
-    def make(name: str) -> Workspace:
-        root = tmp_path / name
-        shutil.copytree(ROOT / "cmake", root / "cmake")
-        shutil.copytree(ROOT / "pins" / "toolchain", root / "pins" / "toolchain")
-        (root / "patches").mkdir()
-        csrc = root / "overlay" / "csrc" / "dsa"
-        csrc.mkdir(parents=True)
-        for file in SMALL:
-            shutil.copy2(ROOT / "overlay" / "csrc" / "dsa" / file, csrc)
-        return Workspace(root)
-
-    return make
+) -> Checkouts:
+    return Checkouts(tmp_path, ws.cache / "toolchain", monkeypatch)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from kernel_checkouts import Checkouts
 
 from vllm_series import cli_kernels, kernels
 from vllm_series.errors import CheckFailed
@@ -16,7 +18,6 @@ from vllm_series.kernels import KernelBuild
 from vllm_series.workspace import Workspace
 
 pytestmark = pytest.mark.slow
-Checkouts = Callable[[str], Workspace]
 CSRC = Path("overlay/csrc/dsa")
 
 #: Everything that is known to bring paths or random names into nvcc's output.
@@ -35,23 +36,52 @@ DSA_EXPORT int dsa_noisy(int* p) {
 """
 
 
-def test_two_folders_give_the_same_bytes(small_checkout: Checkouts, monkeypatch: pytest.MonkeyPatch) -> None:
-    one, two = small_checkout("one"), small_checkout("a/longer place")
-    for ws in (one, two):
-        (ws.root / CSRC / "noisy.cu").write_text(NOISY)
-    first = kernels.build(one, force=True, jobs=2)
-    bytes_of_first = first.library.read_bytes()
+@pytest.fixture(scope="module")
+def clean(ws: Workspace, built: KernelBuild, tmp_path_factory: pytest.TempPathFactory) -> KernelBuild:
+    """The small kernels and the noisy ones, built in one go in a folder of their own."""
+    with pytest.MonkeyPatch.context() as patch:
+        make = Checkouts(tmp_path_factory.mktemp("clean"), ws.cache / "toolchain", patch)
+        return kernels.build(make("one", noisy=NOISY), jobs=2)
+
+
+def test_another_folder_and_environment_give_the_same_bytes(
+    clean: KernelBuild, checkouts: Checkouts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ws = checkouts("a/longer place", noisy=NOISY)
     for name in ("CXXFLAGS", "CFLAGS", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS", "CUDAFLAGS", "LDFLAGS"):
         monkeypatch.setenv(name, "-DWRONG -lwrong")
-    monkeypatch.setenv("CPATH", str(two.root))
-    second = kernels.build(two, force=True, jobs=1)
-    assert not first.reused and not second.reused
-    assert "dsa_noisy" in first.provenance["library"]["exports"]
-    assert second.sha256 == first.sha256
-    assert second.provenance == first.provenance
-    for place in (one.root, two.root, one.cache):
-        assert str(place).encode() not in bytes_of_first
-    assert b"tmpxft" not in bytes_of_first
+    monkeypatch.setenv("CPATH", str(ws.root))
+    again = kernels.build(ws, jobs=1)
+    assert not clean.reused and not again.reused
+    assert "dsa_noisy" in again.provenance["library"]["exports"]
+    assert again.sha256 == clean.sha256
+    assert again.provenance == clean.provenance
+    content = again.library.read_bytes()
+    assert str(ws.root).encode() not in content and str(ws.cache).encode() not in content
+    assert b"tmpxft" not in content
+
+
+def test_a_killed_build_goes_on(clean: KernelBuild, checkouts: Checkouts) -> None:
+    """Killed while CMake looks at the compilers, then while nvcc compiles; the third run ends the work."""
+    ws = checkouts("killed", noisy=NOISY)
+    code = f"""
+from pathlib import Path
+from vllm_series import kernels
+from vllm_series.workspace import Workspace
+kernels.build(Workspace(Path({str(ws.root)!r})), jobs=1)
+"""
+    for target in ("CMakeCache.txt", "csrc/CMakeFiles/_dsa_C.dir/*.o"):
+        run = subprocess.Popen([sys.executable, "-c", code])
+        end = time.monotonic() + 120
+        while not list((ws.work / "kernels").glob(f"*/{target}")):
+            assert run.poll() is None and time.monotonic() < end
+            time.sleep(0.005)
+        run.kill()
+        run.wait()
+        assert not list(ws.cache.glob("kernels/*/_dsa_C.so"))
+    done = kernels.build(ws)
+    assert not done.reused
+    assert done.sha256 == clean.sha256
 
 
 def test_whole_library_is_reproducible(built: KernelBuild, ws: Workspace) -> None:
@@ -68,8 +98,8 @@ def test_unchanged_inputs_take_the_cached_library(built: KernelBuild, ws: Worksp
     assert (again.library, again.sha256, again.provenance) == (built.library, built.sha256, built.provenance)
 
 
-def test_edits_damage_and_mistakes(small_checkout: Checkouts) -> None:
-    ws = small_checkout("edit")
+def test_edits_damage_and_mistakes(checkouts: Checkouts) -> None:
+    ws = checkouts("edit")
     source = ws.root / CSRC / "abi.cu"
     text = source.read_text()
     first = kernels.build(ws)

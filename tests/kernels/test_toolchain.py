@@ -8,12 +8,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from kernel_checkouts import Checkouts
 
 from vllm_series import kernels
 from vllm_series.errors import CheckFailed, IntegrityError, NeedsPerson, UsageError
@@ -117,14 +118,12 @@ def test_system_nvcc(empty_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         toolchain.system()
 
 
-def test_pins_cover_both_platforms_and_are_checked(
-    ws: Workspace, small_checkout: Callable[[str], Workspace]
-) -> None:
+def test_pins_cover_both_platforms_and_are_checked(ws: Workspace, checkouts: Checkouts) -> None:
     names = [{a.project for _, a in toolchain.load(ws, machine).packages} for machine in toolchain.PLATFORMS]
     assert names[0] == names[1] and len(names[0]) == 5
     with pytest.raises(UsageError, match="riscv64"):
         toolchain.load(ws, "riscv64")
-    other = small_checkout("pins")
+    other = checkouts("pins")
     file = other.pins / "toolchain" / "nvcc.toml"
     for text in (
         "",
@@ -159,7 +158,7 @@ def mirror(tmp_path: Path) -> Iterator[tuple[str, Path]]:
 
 def test_a_changed_compiler_package_is_refused(
     ws: Workspace,
-    small_checkout: Callable[[str], Workspace],
+    checkouts: Checkouts,
     mirror: tuple[str, Path],
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -173,7 +172,7 @@ def test_a_changed_compiler_package_is_refused(
     page.write_text(f'<a href="{address}/{crt.filename}">{crt.filename}</a>')
     (root / crt.filename).write_bytes(good[:1000] + bytes([good[1000] ^ 1]) + good[1001:])
 
-    other = small_checkout("mirror")
+    other = checkouts("mirror")
     file = other.pins / "toolchain" / "nvcc.toml"
     head, *packages = file.read_text().split("[[package]]")
     file.write_text(head + "".join("[[package]]" + p for p in packages if crt.filename in p))

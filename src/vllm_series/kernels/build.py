@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +17,7 @@ from vllm_series.errors import CheckFailed, FetchFailed, SeriesError
 from vllm_series.files import sha256_file, sha256_of, write_atomic
 from vllm_series.kernels import host, toolchain
 from vllm_series.kernels.inspect import check, inspect
-from vllm_series.lock_file import locked
+from vllm_series.lock_file import held, locked
 from vllm_series.overlay import is_junk
 from vllm_series.ui import say
 from vllm_series.workspace import Workspace
@@ -128,7 +128,6 @@ def _make(
     with locked(folder.parent / f".{tool_key}.lock"):
         if clean and folder.exists():
             shutil.rmtree(folder)
-        folder.mkdir(parents=True, exist_ok=True)
         say(f"building {LIBRARY} with nvcc {nvcc.record['nvcc']} and {tools.record['c++']}")
         made = _compile(ws, nvcc, tools, folder, jobs or os.cpu_count() or 1)
         facts = inspect(made)
@@ -147,38 +146,43 @@ def _make(
 def _compile(
     ws: Workspace, nvcc: toolchain.Toolchain, tools: host.HostTools, folder: Path, jobs: int
 ) -> Path:
-    with tempfile.TemporaryDirectory(prefix="tmp-", dir=folder.parent) as scratch:
-        env = host.environment(tools.cxx, tools.ninja) | {"TMPDIR": scratch}
-        configure: list[str | Path] = [
-            *(tools.cmake, "-G", "Ninja", "-S", ws.root / "cmake", "-B", folder),
-            f"-DCMAKE_MAKE_PROGRAM={tools.ninja}",
-            "-DCMAKE_BUILD_TYPE=Release",
-            f"-DCMAKE_CXX_COMPILER={tools.cxx}",
-            f"-DCMAKE_CUDA_HOST_COMPILER={tools.cxx}",
-            f"-DCMAKE_CUDA_COMPILER={nvcc.nvcc}",
-        ]
-        _run(configure, env, "cmake cannot set up the build", folder)
-        _run(
-            [tools.cmake, "--build", folder, "--parallel", str(jobs)],
-            env,
-            "the kernels do not compile",
-            folder,
-        )
+    scratch, configured = folder / "tmp", folder / "configured"
+    if not configured.exists() and folder.exists():
+        shutil.rmtree(folder)  # a run was killed while CMake looked at the compilers
+    shutil.rmtree(scratch, ignore_errors=True)
+    scratch.mkdir(parents=True)
+    env = host.environment(tools.cxx, tools.ninja) | {"TMPDIR": str(scratch)}
+    setup: list[str | Path] = [
+        *(tools.cmake, "-G", "Ninja", "-S", ws.root / "cmake", "-B", folder),
+        f"-DCMAKE_MAKE_PROGRAM={tools.ninja}",
+        "-DCMAKE_BUILD_TYPE=Release",
+        f"-DCMAKE_CXX_COMPILER={tools.cxx}",
+        f"-DCMAKE_CUDA_HOST_COMPILER={tools.cxx}",
+        f"-DCMAKE_CUDA_COMPILER={nvcc.nvcc}",
+    ]
+    _run(setup, env, "cmake cannot set up the build", folder)
+    configured.touch()
+    work: list[str | Path] = [tools.cmake, "--build", folder, "--parallel", str(jobs)]
+    _run(work, env, "the kernels do not compile", folder)
     return folder / "csrc" / LIBRARY
 
 
 def _run(command: list[str | Path], env: dict[str, str], what: str, folder: Path) -> None:
     log = folder / "log.txt"
     with log.open("w", encoding="utf-8") as out:
+        # The child keeps our locks: if this process is killed, the next run waits for the compilers.
         done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT, check=False
+            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=held(), check=False
         )
-    if done.returncode:
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-_TAIL:]
-        raise CheckFailed(
-            f"{what}:\n" + "\n".join(tail),
-            fix=f"correct overlay/csrc/dsa (whole output: {log}), or build with --no-kernels",
-        )
+    if not done.returncode:
+        return
+    said = log.read_text(encoding="utf-8", errors="replace")
+    if os.strerror(errno.ENOSPC) in said:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+    raise CheckFailed(
+        f"{what}:\n" + "\n".join(said.splitlines()[-_TAIL:]),
+        fix=f"correct overlay/csrc/dsa (whole output: {log}), or make the wheel with --no-kernels",
+    )
 
 
 def export(build: KernelBuild, path: Path) -> None:

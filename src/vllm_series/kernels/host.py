@@ -48,7 +48,7 @@ def find(newest_gcc: int = 0) -> HostTools:
     if newest_gcc and major > newest_gcc:
         raise NeedsPerson(
             f"{cxx} is version {major}; the pinned nvcc accepts g++ up to {newest_gcc}",
-            fix=f"install g++-{newest_gcc} and set CXX=g++-{newest_gcc}, or build with --no-kernels",
+            fix=f"install g++-{newest_gcc} and set CXX=g++-{newest_gcc}, or make the wheel with --no-kernels",
         )
     cmake, ninja = _packaged("cmake"), _packaged("ninja")
     linker = subprocess.run(
@@ -82,7 +82,7 @@ def _compiler() -> Path:
     if found is None:
         raise NeedsPerson(
             "g++ is still not on PATH after its installation",
-            fix="set CXX=/path/to/g++, or build with --no-kernels",
+            fix="set CXX=/path/to/g++, or make the wheel with --no-kernels",
         )
     return Path(found).absolute()
 
@@ -90,11 +90,11 @@ def _compiler() -> Path:
 def _install() -> None:
     """Install g++ through apt-get, or raise with the line for this machine's package manager."""
     manager = next((name for name in _INSTALL if shutil.which(name)), None)
-    line = _INSTALL[manager] if manager else "install g++ (GCC 9 or newer) with this system's package manager"
+    line = _INSTALL[manager] if manager else "install g++ with this system's package manager"
     root = os.geteuid() == 0
     if manager and not root:
         line = f"sudo sh -c '{line}'"
-    fix = f"{line}\n       or build with --no-kernels"
+    fix = f"{line}\n       or make the wheel with --no-kernels"
     missing = NeedsPerson("the kernels need g++, which is not installed", fix=fix)
     if manager != "apt-get" or not root:
         raise missing
@@ -118,7 +118,7 @@ def _describe(cxx: Path) -> tuple[str, int]:
     except (OSError, subprocess.CalledProcessError, ValueError, IndexError) as err:
         raise NeedsPerson(
             f"{cxx} does not work as a C++ compiler: {err}",
-            fix="set CXX=/path/to/g++, or build with --no-kernels",
+            fix="set CXX=/path/to/g++, or make the wheel with --no-kernels",
         ) from err
 
 

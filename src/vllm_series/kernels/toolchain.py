@@ -60,7 +60,8 @@ def load(ws: Workspace, machine: str | None = None) -> ToolchainPin:
     fix = "restore it: git checkout -- pins/toolchain/nvcc.toml"
     if machine not in PLATFORMS:
         raise UsageError(
-            f"no pinned nvcc for {machine}, only for {' and '.join(PLATFORMS)}", fix="build with --no-kernels"
+            f"no pinned nvcc for {machine}, only for {' and '.join(PLATFORMS)}",
+            fix="make the wheel with --no-kernels",
         )
     try:
         data = tomllib.loads(path.read_text(encoding="utf-8"))
@@ -160,7 +161,7 @@ def _version(nvcc: Path, expected: str = "") -> str:
     if answer.returncode or not found:
         raise NeedsPerson(
             f"{nvcc} --version failed: {(answer.stderr or answer.stdout).strip()}",
-            fix="build with --no-kernels",
+            fix="make the wheel with --no-kernels",
         )
     if expected and found[1] != expected:
         raise IntegrityError(
