@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from vllm_series import clone, fetch, identity, importer, lock, overlay, series, stack, state
-from vllm_series.errors import IntegrityError, UsageError
+from vllm_series.errors import IntegrityError, UsageError, WouldLoseWork
+from vllm_series.files import blob_id
 from vllm_series.git import Git
 from vllm_series.lock_file import locked
 from vllm_series.pins import Pin
@@ -182,6 +183,7 @@ def _move(ws: Workspace, made: Stack, found: state.TreeState) -> None:
     """Move an existing tree, whose work is exported or saved, to another stack."""
     git = Git(found.path)
     _bring(ws, git, made)
+    _nothing_in_the_way(git, made, found.head or made.base)
     stack.write_ref(git, NEXT, made)
     _lay_out(
         git,
@@ -213,8 +215,28 @@ def adopt(ws: Workspace, git: Git, made: Stack) -> None:
     """Make a clean tree whose files are those of ``made`` stand on its commits (HEAD's history is
     rewritten)."""
     _bring(ws, git, made)
+    _nothing_in_the_way(git, made, "HEAD")
     stack.write_ref(git, NEXT, made)
     _lay_out(git, made, "HEAD", overwrite=False)
+
+
+def _nothing_in_the_way(git: Git, made: Stack, old: str) -> None:
+    """Refuse to overwrite a file that git does not track; git itself overwrites those that it ignores.
+
+    Raises:
+        WouldLoseWork: a file of the new stack is there already, with other content.
+    """
+    added = [path for path, how in git.changed(old, made.head).items() if how == "A"]
+    there = [path for path in added if (git.cwd / path).is_symlink() or (git.cwd / path).exists()]
+    blobs = git.files(made.head, *there) if there else {}
+    other = [
+        p for p in there if not (git.cwd / p).is_file() or blob_id((git.cwd / p).read_bytes()) != blobs[p][1]
+    ]
+    if other:
+        raise WouldLoseWork(
+            f"build/{made.line} has files that the series brings too, with other content: {', '.join(other[:5])}",
+            fix="move them away or delete them, then run the command again",
+        )
 
 
 def _finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:

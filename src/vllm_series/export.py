@@ -130,6 +130,8 @@ def collect(ws: Workspace, store: Git, base: str, head: str, line: str) -> list[
 
 def _squash(ws: Workspace, store: Git, base: str, head: str, line: str) -> str:
     with importer.scratch(store, ws, head, f"export-{line}") as tree:
+        # An editor that changes nothing leaves git's own remarks in a squashed message; "#" may start a user's line.
+        tree = tree.with_config(commit_cleanup="strip", core_commentChar="\x1f")
         done = tree.run(
             "rebase", "-q", "-i", "--autosquash", "--no-gpg-sign", "--empty=keep", base, check=False
         )
@@ -221,6 +223,10 @@ def _match(
         if commit.id not in names:
             effect = series.effect(fresh[commit.id])
             take(commit, next((n for n, p in free.items() if series.effect(p.data) == effect), None))
+    left = [commit for commit in wanted if commit.id not in names]
+    if len(wanted) == len(old):  # nothing came and nothing went: what is left was reworded and changed
+        for commit, name in zip(left, list(free), strict=True):
+            take(commit, name)
     return names
 
 

@@ -108,6 +108,8 @@ def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
             pass  # it said why on stderr
         except BaseException:
             child.kill()
+            with contextlib.suppress(OSError):  # what is buffered cannot be written any more
+                child.stdin.close()
             raise
         said = child.stderr.read().decode("utf-8", "replace")
     if child.returncode != 0:

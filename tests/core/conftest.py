@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from vllm_series import cli, fetch
+from vllm_series import cli, fetch, importer
 from vllm_series.git import Git
 from vllm_series.pins import load_pin
 from vllm_series.workspace import Workspace
@@ -101,8 +101,16 @@ Live-When: always"""
 MESSAGE = f"Change forward\n\nBecause the test says so.\n\n{TRAILERS}\n"
 
 
+def message(subject: str, anchor: str = "vllm/envs.py::Config.backward") -> str:
+    return MESSAGE.replace("Change forward", subject).replace("vllm/envs.py::Config.forward", anchor)
+
+
 def make_sdist(
-    folder: Path, version: str = "0.9.0", files: dict[str, str] | None = None, *, extra: list[tarfile.TarInfo] | None = None
+    folder: Path,
+    version: str = "0.9.0",
+    files: dict[str, str] | None = None,
+    *,
+    extra: list[tarfile.TarInfo] | None = None,
 ) -> Path:
     """Write ``vllm-<version>.tar.gz`` with the bytes of ``files`` and members without content from ``extra``."""
     top, raw = f"vllm-{version}", io.BytesIO()
@@ -119,7 +127,9 @@ def make_sdist(
     return path
 
 
-def make_wheel(folder: Path, version: str = "0.9.0", platform: str = "x86_64", files: dict[str, str] | None = None) -> Path:
+def make_wheel(
+    folder: Path, version: str = "0.9.0", platform: str = "x86_64", files: dict[str, str] | None = None
+) -> Path:
     path = folder / f"vllm-{version}-cp38-abi3-manylinux_2_28_{platform}.whl"
     with zipfile.ZipFile(path, "w") as archive:
         for name, text in (files or FILES).items():
@@ -168,7 +178,9 @@ class Project:
     def pin(self) -> Any:
         return load_pin(self.ws, self.line)
 
-    def write_pin(self, sdist: Path, *, commit: str = COMMIT, tree: str = "", wheels: dict[str, Path] | None = None) -> None:
+    def write_pin(
+        self, sdist: Path, *, commit: str = COMMIT, tree: str = "", wheels: dict[str, Path] | None = None
+    ) -> None:
         rows = [
             f'schema = 1\nline = "{self.line}"\nrole = "current"\ndsa = 1\n\n[source]\nversion = "{self.line}"',
             f'commit = "{commit}"\ntree = "{tree}"\n[source.sdist]\n{artifact_toml(sdist)}',
@@ -190,6 +202,12 @@ class Project:
         assert code is None or got == code, f"{args}: exit {got}, expected {code}\n{result.out}\n{result.err}"
         return result
 
+    def lock_import(self) -> None:
+        """Write the tree id of the import into the pin."""
+        tree = importer.odb(self.ws).tree_of(importer.import_pin(self.ws, self.pin()))
+        path = self.root / "pins" / f"{self.line}.toml"
+        path.write_text(path.read_text().replace('tree = ""', f'tree = "{tree}"'))
+
     def fetch(self) -> None:
         self.series("fetch", self.line, "--source", str(self.files))
 
@@ -202,9 +220,18 @@ class Project:
 
     def git(self, *args: str) -> str:
         """Run git in the tree as a user does: with his environment and config."""
-        own = {"GIT_AUTHOR_NAME": "U", "GIT_AUTHOR_EMAIL": "u@x", "GIT_COMMITTER_NAME": "U", "GIT_COMMITTER_EMAIL": "u@x"}
+        own = {
+            "GIT_AUTHOR_NAME": "U",
+            "GIT_AUTHOR_EMAIL": "u@x",
+            "GIT_COMMITTER_NAME": "U",
+            "GIT_COMMITTER_EMAIL": "u@x",
+        }
         done = subprocess.run(
-            ["git", "-C", str(self.tree), *args], capture_output=True, text=True, env={**os.environ, **own}, check=False
+            ["git", "-C", str(self.tree), *args],
+            capture_output=True,
+            text=True,
+            env={**os.environ, **own},
+            check=False,
         )
         assert done.returncode == 0, f"git {args}: {done.stderr}"
         return done.stdout.strip()
@@ -225,6 +252,12 @@ class Project:
         self.apply()
         self.edit("vllm/envs.py", "        y = x + 1\n", "        y = x + 2\n        y = y + 0\n")
         self.commit()
+        self.series("export", self.line)
+
+    def second_patch(self) -> None:
+        """Change ``Config.backward`` in a commit on top, and export it as change-backward.patch."""
+        self.edit("vllm/envs.py", "        y = x - 1\n", "        y = x - 2\n")
+        self.commit(message("Change backward"))
         self.series("export", self.line)
 
     def snapshot(self) -> dict[str, bytes]:
@@ -255,36 +288,63 @@ def _own_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fetch, "PAUSE", 0.01)
 
 
+def _new_checkout(folder: Path) -> Project:
+    root, files = folder / "checkout", folder / "files"
+    for made in (root / "pins", root / "patches" / "0.9.0", root / "overlay" / "vllm" / "dsa", files):
+        made.mkdir(parents=True)
+    project = Project(root, files)
+    (project.patches / "series").write_text("# Patches of the test line.\n")
+    (root / "overlay/vllm/dsa/__init__.py").write_text("NAME = 'dsa'\n")
+    project.write_pin(make_sdist(files))
+    return project
+
+
+@pytest.fixture(scope="session")
+def templates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkouts in three stages, made once and copied for each test."""
+    top = tmp_path_factory.mktemp("templates")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_SERIES_CACHE", str(top / "0" / "cache"))
+        project = _new_checkout(top / "0")
+        project.fetch()
+        project.lock_import()
+        project.series("lock")
+        for stage, work in (("1", project.first_patch), ("2", project.second_patch)):
+            shutil.copytree(top / "0", top / f"{stage}.tmp", symlinks=True)
+            (top / f"{stage}.tmp").rename(top / f"before-{stage}")
+            work()
+        shutil.copytree(top / "0", top / "two", symlinks=True)
+    return top
+
+
+def _copy(template: Path, folder: Path) -> Project:
+    for name in ("checkout", "files", "cache"):
+        shutil.copytree(template / name, folder / name, symlinks=True)
+    return Project(folder / "checkout", folder / "files")
+
+
 @pytest.fixture
 def bare(tmp_path: Path) -> Project:
     """A checkout whose pin is there, with nothing fetched yet."""
-    root, files = tmp_path / "checkout", tmp_path / "files"
-    for folder in (root / "pins", root / "patches" / "0.9.0", root / "overlay" / "vllm" / "dsa", files):
-        folder.mkdir(parents=True)
-    made = Project(root, files)
-    (made.patches / "series").write_text("# Patches of the test line.\n")
-    (root / "overlay/vllm/dsa/__init__.py").write_text("NAME = 'dsa'\n")
-    made.write_pin(make_sdist(files))
-    return made
+    return _new_checkout(tmp_path)
 
 
 @pytest.fixture
-def project(bare: Project) -> Project:
+def project(tmp_path: Path, templates: Path) -> Project:
     """A checkout that is fetched, imported and locked, with no patches."""
-    bare.fetch()
-    bare.series("lock")
-    tree = re.search(r'base = "([0-9a-f]{40})"', (bare.patches / "LOCK").read_text())
-    assert tree
-    text = (bare.root / "pins/0.9.0.toml").read_text().replace('tree = ""', f'tree = "{tree[1]}"')
-    (bare.root / "pins/0.9.0.toml").write_text(text)
-    return bare
+    return _copy(templates / "before-1", tmp_path)
 
 
 @pytest.fixture
-def patched(project: Project) -> Project:
+def patched(tmp_path: Path, templates: Path) -> Project:
     """A checkout with one patch, applied."""
-    project.first_patch()
-    return project
+    return _copy(templates / "before-2", tmp_path)
+
+
+@pytest.fixture
+def two(tmp_path: Path, templates: Path) -> Project:
+    """A checkout with two patches on the same file, applied."""
+    return _copy(templates / "two", tmp_path)
 
 
 @dataclass
@@ -346,13 +406,18 @@ class _Handler(BaseHTTPRequestHandler):
         rows = []
         for path in sorted(self.index.folder.iterdir()):
             sha = hashlib.sha256(path.read_bytes()).hexdigest()
-            row: dict[str, Any] = {"filename": path.name, "url": f"../../files/{path.name}", "size": path.stat().st_size}
+            row: dict[str, Any] = {
+                "filename": path.name,
+                "url": f"../../files/{path.name}",
+                "size": path.stat().st_size,
+            }
             row["hashes"] = {"sha256": sha} if self.index.tell_hash else {}
             row["yanked"] = "broken" if path.name in self.index.yanked else False
             rows.append(row)
         if self.index.html:
             links = "".join(
-                f'<a href="{row["url"]}#sha256={row["hashes"]["sha256"]}">{row["filename"]}</a>' for row in rows
+                f'<a href="{row["url"]}#sha256={row["hashes"]["sha256"]}">{row["filename"]}</a>'
+                for row in rows
             )
             self._send(f"<html><body>{links}</body></html>".encode(), "text/html")
         else:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import resource
 import signal
 import subprocess
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -175,7 +177,9 @@ def test_full_disk(bare: Project, index: Index, tmp_path: Path, monkeypatch: pyt
     _big(bare)
     small = tmp_path / "small"
     small.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True).returncode:
+    if subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "none", str(small)], capture_output=True
+    ).returncode:
         pytest.skip("this container may not mount")
     try:
         monkeypatch.setenv("VLLM_SERIES_CACHE", str(small))
@@ -208,36 +212,24 @@ def test_killed_in_the_middle_goes_on(bare: Project, index: Index) -> None:
     path = _big(bare)
     artifact = bare.pin().source.sdist
 
-    def work(die: object) -> None:
-        original = fetch.os.fsync
-        fetch._CHUNK = 65536
-
-        class Out:
-            pass
-
+    def work(die: Callable[[], None]) -> None:
         calls = 0
-        real_progress = fetch.progress
+        real = fetch.progress
 
-        def counting(label: str, total: int, done: int = 0):  # type: ignore[no-untyped-def]
-            import contextlib
+        @contextlib.contextmanager
+        def counting(label: str, total: int, done: int = 0) -> Iterator[Callable[[int], None]]:
+            with real(label, total, done) as advance:
 
-            @contextlib.contextmanager
-            def made():  # type: ignore[no-untyped-def]
-                with real_progress(label, total, done) as advance:
+                def step(n: int) -> None:
+                    nonlocal calls
+                    calls += 1
+                    advance(n)
+                    if calls == 10:
+                        die()
 
-                    def step(n: int) -> None:
-                        nonlocal calls
-                        calls += 1
-                        advance(n)
-                        if calls == 10:
-                            die()  # type: ignore[operator]
+                yield step
 
-                    yield step
-
-            return made()
-
-        fetch.progress = counting
-        del original, Out
+        fetch.progress = counting  # type: ignore[assignment]
         fetch.fetch(bare.ws, artifact)
 
     assert os.WTERMSIG(die_in_child(work)) == signal.SIGKILL
@@ -247,7 +239,9 @@ def test_killed_in_the_middle_goes_on(bare: Project, index: Index) -> None:
     assert final.read_bytes() == path.read_bytes()
 
 
-def test_cache_folder_that_cannot_be_made(bare: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cache_folder_that_cannot_be_made(
+    bare: Project, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("VLLM_SERIES_CACHE", str(tmp_path / "file" / "sub"))
     assert "VLLM_SERIES_CACHE" in bare.series("fetch", "0.9.0", code=6).err
