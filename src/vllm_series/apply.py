@@ -18,7 +18,7 @@ from vllm_series.git import Git
 from vllm_series.lock_file import locked
 from vllm_series.pins import Pin
 from vllm_series.stack import Stack
-from vllm_series.state import EXPORTING, NEXT, STAMP, State
+from vllm_series.state import EXPORTING, NEXT, PREVIOUS, STAMP, State
 from vllm_series.ui import say
 from vllm_series.workspace import Workspace
 
@@ -62,7 +62,7 @@ def apply(
         _remove_leftovers(ws, pin.line)
         found = state.inspect(ws, pin)
         if found.interrupted:
-            _finish(ws, pin, found)
+            finish(ws, pin, found)
             found = state.inspect(ws, pin)
         accepted = {State.ABSENT, State.PRISTINE, State.APPLIED, State.STALE}
         if found.state is State.PARTIAL and found.detail.startswith("only"):
@@ -172,11 +172,13 @@ def _remove_leftovers(ws: Workspace, line: str) -> None:
 
 
 def _bring(ws: Workspace, git: Git, made: Stack) -> None:
-    """Copy the stack's commits from the object store into the tree's repository."""
-    if not git.commit_of(made.head) or not git.commit_of(made.top):
-        store = importer.odb(ws)
-        store.run("update-ref", stack.stack_ref(made.line), made.head)
-        git.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", str(ws.odb), stack.stack_ref(made.line))
+    """Copy the stack's commits from the object store into the tree's repository, past its config and hooks."""
+    if git.commit_of(made.head) and git.commit_of(made.top):
+        return
+    have = [f"^{made.base}"] if git.commit_of(made.base) else []
+    wanted = "\n".join([made.head, *have, ""]).encode()
+    pack = importer.odb(ws).raw("pack-objects", "-q", "--revs", "--thin", "--stdout", data=wanted)
+    git.run("index-pack", "--stdin", "--fix-thin", data=pack)
 
 
 def _move(ws: Workspace, made: Stack, found: state.TreeState) -> None:
@@ -184,13 +186,19 @@ def _move(ws: Workspace, made: Stack, found: state.TreeState) -> None:
     git = Git(found.path)
     _bring(ws, git, made)
     _nothing_in_the_way(git, made, found.head or made.base)
-    stack.write_ref(git, NEXT, made)
+    _begin(git, made)
     _lay_out(
         git,
         made,
         found.head or made.base,
         overwrite=found.state not in {State.PRISTINE, State.APPLIED, State.STALE},
     )
+
+
+def _begin(git: Git, made: Stack) -> None:
+    """Note what is about to be laid out and from which commit, for the case that this run is killed."""
+    git.run("update-ref", PREVIOUS, "HEAD")
+    stack.write_ref(git, NEXT, made)
 
 
 def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
@@ -216,7 +224,7 @@ def adopt(ws: Workspace, git: Git, made: Stack) -> None:
     rewritten)."""
     _bring(ws, git, made)
     _nothing_in_the_way(git, made, "HEAD")
-    stack.write_ref(git, NEXT, made)
+    _begin(git, made)
     _lay_out(git, made, "HEAD", overwrite=False)
 
 
@@ -239,26 +247,27 @@ def _nothing_in_the_way(git: Git, made: Stack, old: str) -> None:
         )
 
 
-def _finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
-    """End an apply that was killed while it changed files: what it did not touch must be untouched by
-    others too."""
+def finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
+    """End a run that was killed while it laid files out; the caller holds the line's lock.
+
+    Files that the run did not change, and commits made after it, are work of the user: they are saved under a ref.
+    """
     made, git = found.interrupted, Git(found.path)
     assert made is not None
     (found.path / ".git" / "index.lock").unlink(missing_ok=True)
-    if not git.commit_of(made.head):
+    if not git.commit_of(made.head) or not found.head:
         git.run("update-ref", "-d", NEXT)
         return
-    old = found.stamp.head if found.stamp else made.base
-    moving = set(git.changed(old, made.head))
+    expected = {git.commit_of(PREVIOUS), made.head}
+    moving = set(git.changed(found.head, made.head))
+    if found.head in expected:
+        git.run("read-tree", "--reset", found.head)  # the index may be half new
     others = [path for path in state.dirty_paths(git) if path not in moving]
-    if others:
-        git.run("read-tree", "--reset", old)
-        others = [path for path in state.dirty_paths(git) if path not in moving]
-    if others:
+    if others or found.head not in expected:
         saved = _save(ws, pin, found)
-        say(f"build/{pin.line}: changes made after an interrupted apply are kept under {saved}")
-    say(f"build/{pin.line}: ending an interrupted apply")
-    _lay_out(git, made, old, overwrite=True)
+        say(f"build/{pin.line}: changes made after an interrupted run are kept under {saved}")
+    say(f"build/{pin.line}: ending an interrupted run")
+    _lay_out(git, made, found.head, overwrite=True)
 
 
 def _save(ws: Workspace, pin: Pin, found: state.TreeState) -> str:

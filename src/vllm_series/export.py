@@ -69,6 +69,9 @@ def export(ws: Workspace, pin: Pin, *, drop: Sequence[str] = ()) -> Plan:
     """
     with applying.line_lock(ws, pin.line):
         found = state.inspect(ws, pin)
+        if found.interrupted:
+            applying.finish(ws, pin, found)
+            found = state.inspect(ws, pin)
         state.require(found, pin.line, {State.APPLIED, State.AHEAD})
         assert found.head and found.stamp
         store, stamp = importer.odb(ws), found.stamp

@@ -20,6 +20,7 @@ from vllm_series.workspace import Workspace
 
 STAMP = "refs/series/stamp"
 NEXT = "refs/series/next"
+PREVIOUS = "refs/series/previous"
 EXPORTING = "refs/series/exporting"
 
 
@@ -82,7 +83,7 @@ def inspect(ws: Workspace, pin: Pin) -> TreeState:
     interrupted = stack.read_ref(git, NEXT)
     if interrupted:
         return TreeState(
-            State.PARTIAL, path, head, stamp, detail="an apply was interrupted", interrupted=interrupted
+            State.PARTIAL, path, head, stamp, detail="an apply or export was interrupted", interrupted=interrupted
         )
     operation = _operation(path)
     dirty = tuple(dirty_paths(git))
