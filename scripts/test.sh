@@ -4,14 +4,15 @@
 # shellcheck disable=SC2329 # the run_* functions are called by name
 set -euo pipefail
 
-STAGES=(lint unit real verify envs upstream)
-declare -A BUDGET=([lint]=2 [unit]=6 [real]=9 [verify]=2 [envs]=7 [upstream]=14)
+STAGES=(lint unit real verify envs overlay upstream)
+declare -A BUDGET=([lint]=2 [unit]=6 [real]=9 [verify]=2 [envs]=7 [overlay]=6 [upstream]=13)
 declare -A TITLE=(
     [lint]="ruff, mypy, shellcheck"
     [unit]="our tests without an upstream tree"
     [real]="our tests on the real upstream trees and wheels"
     [verify]="series verify of all lines"
     [envs]="the torch environment of each line (made once, then kept)"
+    [overlay]="tests of vllm.dsa in the patched trees, with torch on the CPU"
     [upstream]="short set of upstream's tests: off equals upstream, features on regress nothing"
 )
 
@@ -85,6 +86,8 @@ run_envs() {
     for line in $(series_lines); do series baseline env "$line"; done
 }
 
+run_overlay() { series overlay-test; }
+
 run_upstream() { series baseline diff; }
 
 series_lines() {
@@ -92,7 +95,7 @@ series_lines() {
 }
 
 # A stage runs in a shell of its own, so that `timeout` can stop it with all its children.
-export -f series series_lines run_lint run_unit run_real run_verify run_envs run_upstream
+export -f series series_lines run_lint run_unit run_real run_verify run_envs run_overlay run_upstream
 export PATH JOBS
 
 rows=() failed=0 start_all=$SECONDS
