@@ -66,7 +66,7 @@ def add(ws: Workspace, version: str, sources: Iterable[Path] = (), *, yanked: bo
             f"pins/{line}.toml is there already", fix=f"edit it, or remove it to add {line} anew"
         )
     given = list(sources)
-    archive, wheels = _release(wanted, yanked=yanked)
+    archive, wheels = release(wanted, yanked=yanked)
     source = fetch.fetch(ws, archive, given)
     commit = sdist.commit_id(source)
     files = {m.path: m.data for m in sdist.members(source) if m.mode != "120000"}
@@ -93,7 +93,15 @@ def add(ws: Workspace, version: str, sources: Iterable[Path] = (), *, yanked: bo
     return Added(pin, compared)
 
 
-def _release(wanted: Version, *, yanked: bool) -> tuple[Artifact, dict[str, Artifact]]:
+def release(
+    wanted: Version, *, yanked: bool = False, need_wheel: bool = True
+) -> tuple[Artifact, dict[str, Artifact]]:
+    """Return a release's sdist and, per platform, its wheel.
+
+    Raises:
+        UsageError: it does not exist, was yanked, or lacks its sdist, or its wheel and ``need_wheel`` is set.
+        FetchFailed: the index cannot be had.
+    """
     archive: Artifact | None = None
     wheels: dict[str, Artifact] = {}
     withdrawn = ""
@@ -122,12 +130,28 @@ def _release(wanted: Version, *, yanked: bool) -> tuple[Artifact, dict[str, Arti
         )
     if archive is None:
         raise UsageError(f"vLLM {wanted} has no sdist on {where}", fix="take a release with a source archive")
-    if not wheels:
+    if not wheels and need_wheel:
         raise UsageError(
             f"vLLM {wanted} has a sdist but no {' or '.join(PLATFORMS)} wheel on {where}",
             fix="wait for the release to be complete, or take another one",
         )
     return archive, {platform: wheels[platform] for platform in PLATFORMS if platform in wheels}
+
+
+def newest() -> str:
+    """Return the highest final version on the index that has an sdist and was not yanked.
+
+    Raises:
+        FetchFailed: the index cannot be had, or offers none.
+    """
+    with index.client() as http:
+        rows = [(_kind(row.filename), row.yanked) for row in index.list_files(http, "vllm")]
+    found = [v for (v, kind), gone in rows if v and kind == "sdist" and not gone and not v.is_prerelease]
+    if not found:
+        raise FetchFailed(
+            f"{index.shown(index.index_url())} offers no release of vLLM", fix="check VLLM_SERIES_INDEX"
+        )
+    return str(max(found))
 
 
 def _kind(filename: str) -> tuple[Version | None, str]:
