@@ -39,13 +39,20 @@ def parse(text: str) -> Anchor | None:
     return Anchor(file, name)
 
 
-def hunks(git: Git, old: str, new: str) -> dict[str, list[tuple[int, int, int]]]:
-    """Return ``{file: [(first added line, added lines, removed lines)]}`` between two commits, without
-    context."""
+@dataclass(frozen=True)
+class Hunk:
+    """Line numbers that a change removes from the old file and adds to the new one."""
+
+    removed: range
+    added: range
+
+
+def hunks(git: Git, old: str, new: str) -> dict[str, list[Hunk]]:
+    """Return the changes between two commits by file, without context lines."""
     text = git.out(
         "diff-tree", "-p", "-U0", "--no-renames", "--no-ext-diff", "--no-textconv", "--no-color", old, new
     )
-    found: dict[str, list[tuple[int, int, int]]] = {}
+    found: dict[str, list[Hunk]] = {}
     file, left = "", 0
     for row in text.split("\n"):
         if left > 0 and row[:1] in {"+", "-", "\\"}:
@@ -56,7 +63,8 @@ def hunks(git: Git, old: str, new: str) -> dict[str, list[tuple[int, int, int]]]
         elif match := _HUNK.match(row):
             removed, added = int(match[2] or 1), int(match[4] or 1)
             left = removed + added
-            found[file].append((int(match[3]), added, removed))
+            first, second = int(match[1]), int(match[3])
+            found[file].append(Hunk(range(first, first + removed), range(second, second + added)))
     return found
 
 
@@ -68,7 +76,7 @@ def check(git: Git, old: str, new: str, anchors: Sequence[Anchor]) -> list[str]:
     changes = hunks(git, old, new)
     for file, rows in changes.items():
         mine = [anchor for anchor in anchors if anchor.file == file]
-        added = [line for first, count, _ in rows for line in range(first, first + count)]
+        added = [line for hunk in rows for line in hunk.added]
         problems += _check_file(after, before, file, mine, added, used)
     for anchor in anchors:
         if anchor.file not in changes:
@@ -114,18 +122,18 @@ def _check_file(
     return problems
 
 
-def _removes_in(before: Tree, anchor: Anchor, rows: list[tuple[int, int, int]]) -> bool:
-    """Say whether a patch that adds nothing at an anchor may name it: it removes lines and the anchor was
-    there."""
-    if not any(removed for _, _, removed in rows):
-        return False
-    if anchor.name == MODULE:
-        return True
+def _removes_in(before: Tree, anchor: Anchor, rows: list[Hunk]) -> bool:
+    """Say whether a patch that adds nothing at an anchor removes lines there."""
+    removed = [line for hunk in rows for line in hunk.removed]
     try:
-        source = before.source(anchor.file)
+        source = before.source(anchor.file) if anchor.file.endswith(".py") else None
     except SyntaxError:
         return False
-    return bool(source and source.spans(anchor.name))
+    if source is None or anchor.name == MODULE:
+        return anchor.name == MODULE and any(
+            not source or not source.inside_definition(line) for line in removed
+        )
+    return any(first <= line <= last for line in removed for first, last in source.spans(anchor.name))
 
 
 def check_patch(git: Git, old: str, new: str, patch: Patch) -> list[str]:

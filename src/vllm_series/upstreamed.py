@@ -53,7 +53,7 @@ def load(ws: Workspace, line: str) -> list[Upstreamed]:
     try:
         rows = tomllib.loads(path.read_text(encoding="utf-8")).get("upstreamed", [])
         found = [_entry(row) for row in rows]
-    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError) as err:
+    except (tomllib.TOMLDecodeError, KeyError, TypeError, ValueError, re.error) as err:
         raise CheckFailed(
             f"patches/{line}/upstreamed.toml is not valid: {err}", fix="see docs/patches.md for its fields"
         ) from err
