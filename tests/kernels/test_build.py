@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
@@ -14,7 +15,7 @@ from kernel_checkouts import Checkouts
 
 from vllm_series import cli_kernels, kernels
 from vllm_series.errors import CheckFailed
-from vllm_series.kernels import KernelBuild
+from vllm_series.kernels import KernelBuild, host, toolchain
 from vllm_series.workspace import Workspace
 
 pytestmark = pytest.mark.slow
@@ -138,6 +139,36 @@ def test_edits_damage_and_mistakes(checkouts: Checkouts) -> None:
     source.write_text(text + "\nDSA_EXPORT int other_name() { return 1; }\n")
     with pytest.raises(CheckFailed, match="other_name"):
         kernels.build(ws)
+
+
+def test_a_source_build_can_add_the_target(built: KernelBuild, checkouts: Checkouts, tmp_path: Path) -> None:
+    """As upstream's own CMake project would: other architectures, no stand-ins, installed by component."""
+    ws = checkouts("tree")
+    project, out = tmp_path / "project", tmp_path / "installed"
+    project.mkdir()
+    (project / "CMakeLists.txt").write_text(
+        "cmake_minimum_required(VERSION 3.26)\n"
+        "set(CMAKE_CUDA_ARCHITECTURES 80)\n"
+        "project(vllm_extensions LANGUAGES CXX CUDA)\n"
+        f'add_subdirectory("{ws.root / CSRC}" csrc/dsa)\n'
+    )
+    tools = host.find()
+    folder = project / "build"
+    for command in (
+        [tools.cmake, "-G", "Ninja", "-S", project, "-B", folder, "-DCMAKE_BUILD_TYPE=Release",
+         f"-DCMAKE_MAKE_PROGRAM={tools.ninja}", f"-DCMAKE_CUDA_COMPILER={toolchain.pinned(ws).nvcc}",
+         f"-DCMAKE_CUDA_HOST_COMPILER={tools.cxx}"],
+        [tools.cmake, "--build", folder, "--target", "_dsa_C"],
+        [tools.cmake, "--install", folder, "--component", "_dsa_C", "--prefix", out],
+    ):  # fmt: skip
+        done = subprocess.run(command, env=host.environment(tools.cxx), capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    facts = kernels.inspect(out / "vllm" / "_dsa_C.so")
+    assert facts.exports == kernels.inspect(kernels.build(ws).library).exports
+    assert facts.architectures == ("sm_100a", "sm_90a")
+    assert not [name for name in facts.needed if "cuda" in name or "stdc++" in name or "gcc" in name]
+    handle = ctypes.CDLL(str(out / "vllm" / "_dsa_C.so"))
+    assert handle.dsa_abi_version() == 1
 
 
 def test_build_command(built: KernelBuild, ws: Workspace, tmp_path: Path) -> None:
