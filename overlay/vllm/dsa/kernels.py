@@ -13,7 +13,7 @@ import ctypes
 import re
 import struct
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -163,6 +163,7 @@ def register_op(
     cuda: Callable[..., Any],
     fake: Callable[..., Any],
     cpu: Callable[..., Any] | None = None,
+    tags: Sequence[Any] = (),
 ) -> Any:
     """Register one op in ``torch.ops.dsa``, exactly once per process, and return it.
 
@@ -173,6 +174,7 @@ def register_op(
         cuda: implementation for CUDA tensors; takes pointers and launches through `Library.launch`.
         fake: shapes and dtypes of the results, for torch.compile and graph capture planning.
         cpu: implementation for CPU tensors (the PyTorch reference), if there is one.
+        tags: of ``torch.Tag``, such as ``needs_fixed_stride_order``.
     """
     import torch
 
@@ -180,7 +182,7 @@ def register_op(
     with _lock:
         if name not in _libraries and not hasattr(getattr(torch.ops, NAMESPACE), name):
             library = torch.library.Library(NAMESPACE, "FRAGMENT")
-            library.define(schema)
+            library.define(schema, tags=tuple(tags))
             library.impl(name, cuda, "CUDA")
             if cpu is not None:
                 library.impl(name, cpu, "CPU")
