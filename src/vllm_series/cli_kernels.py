@@ -22,14 +22,27 @@ def group() -> None:
 @click.option("--system-nvcc", is_flag=True, help="Use this machine's nvcc instead of the pinned one.")
 @click.option("--jobs", type=click.IntRange(1), help="Compilations at a time (default: one per processor).")
 @click.option("--force", is_flag=True, help="Compile everything anew, even if nothing changed.")
+@click.option(
+    "--source",
+    "sources",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="Folder that may hold the packages of the pinned nvcc (repeatable).",
+)
 @click.option("-o", "--output", type=click.Path(dir_okay=False, path_type=Path), help="Copy it to this file.")
 @json_option
 @click.pass_context
 def build_command(
-    ctx: click.Context, system_nvcc: bool, jobs: int | None, force: bool, output: Path | None, as_json: bool
+    ctx: click.Context,
+    system_nvcc: bool,
+    jobs: int | None,
+    force: bool,
+    sources: tuple[Path, ...],
+    output: Path | None,
+    as_json: bool,
 ) -> None:
     """Build the library; without changes this takes a second and returns the cached one."""
-    made = kernels.build(workspace(ctx), system_nvcc=system_nvcc, jobs=jobs, force=force)
+    made = kernels.build(workspace(ctx), system_nvcc=system_nvcc, jobs=jobs, force=force, sources=sources)
     if output is not None:
         export(made, output)
     path = output or made.library

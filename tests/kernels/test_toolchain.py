@@ -17,7 +17,7 @@ import pytest
 from kernel_checkouts import Checkouts
 
 from vllm_series import kernels
-from vllm_series.errors import CheckFailed, IntegrityError, NeedsPerson, UsageError
+from vllm_series.errors import CheckFailed, FetchFailed, IntegrityError, NeedsPerson, UsageError
 from vllm_series.fetch import fetch
 from vllm_series.kernels import KernelBuild, host, toolchain
 from vllm_series.workspace import Workspace
@@ -183,6 +183,14 @@ def test_a_changed_compiler_package_is_refused(
     assert caught.value.exit_code == 4
     assert not list((tmp_path / "empty" / "toolchain").glob("nvcc-*"))
 
+    # Gone from the index: exit code 6 and the ways out.
+    (root / crt.filename).unlink()
+    with pytest.raises(FetchFailed, match="the pinned nvcc: ") as gone:
+        kernels.build(other)
+    assert gone.value.exit_code == 6
+    for way in ("series kernels build --source DIR", "--system-nvcc", "--no-kernels"):
+        assert way in gone.value.fix
+
     # The right bytes on the same index: the next run goes on, up to the compiler that this short pin lacks.
     (root / crt.filename).write_bytes(good)
     with pytest.raises(NeedsPerson, match="does not run"):
@@ -256,3 +264,16 @@ def test_unpacking_survives_a_kill_a_full_disk_and_a_cleaner(own_cache: Path, ws
         (nvcc.parent / "fatbinary").unlink()
         assert not toolchain._intact(nvcc.parents[3])
     assert [path.name for path in folder.iterdir() if path.is_dir()] == [nvcc.parents[3].name]
+
+
+@pytest.mark.slow
+def test_packages_are_taken_from_a_folder(
+    own_cache: Path, ws: Workspace, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    given = tmp_path_factory.mktemp("given")
+    for path in own_cache.glob("*/*.whl"):
+        path.rename(given / path.name)
+    assert len(list(given.iterdir())) == 5
+    with pytest.raises(FetchFailed, match="the pinned nvcc: "):
+        toolchain.pinned(ws)
+    assert toolchain.pinned(ws, [given]).nvcc.is_relative_to(own_cache)

@@ -9,6 +9,7 @@ import platform
 import shutil
 import subprocess
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ class KernelBuild:
     reused: bool = False
 
 
-def sources(ws: Workspace) -> dict[str, Path]:
+def source_files(ws: Workspace) -> dict[str, Path]:
     """Return the files that the library is made of: posix path in the checkout -> path."""
     found: dict[str, Path] = {}
     for folder, patterns in _SOURCES:
@@ -52,7 +53,12 @@ def sources(ws: Workspace) -> dict[str, Path]:
 
 
 def build(
-    ws: Workspace, *, system_nvcc: bool = False, jobs: int | None = None, force: bool = False
+    ws: Workspace,
+    *,
+    system_nvcc: bool = False,
+    jobs: int | None = None,
+    force: bool = False,
+    sources: Iterable[Path] = (),
 ) -> KernelBuild:
     """Return the library for this machine's architecture, from the cache when no input changed.
 
@@ -60,6 +66,7 @@ def build(
         ws: the checkout whose ``cmake/`` and ``overlay/csrc/dsa/`` are built.
         system_nvcc: use the machine's nvcc instead of the pinned one.
         jobs: compilations at a time (default: one per processor).
+        sources: folders that may hold the packages of the pinned nvcc; asked before the index.
         force: compile even if the cache has the result, from an empty folder.
 
     Raises:
@@ -70,8 +77,8 @@ def build(
     """
     pin_gcc = 0 if system_nvcc else toolchain.load(ws).newest_gcc
     tools = host.find(pin_gcc)  # before 100 MB are fetched: it may need a person
-    nvcc = toolchain.system() if system_nvcc else toolchain.pinned(ws)
-    inputs = {name: sha256_file(path) for name, path in sources(ws).items()}
+    nvcc = toolchain.system() if system_nvcc else toolchain.pinned(ws, sources)
+    inputs = {name: sha256_file(path) for name, path in source_files(ws).items()}
     provenance: dict[str, Any] = {
         "recipe": RECIPE,
         "machine": platform.machine(),

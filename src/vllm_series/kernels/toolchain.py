@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import tomllib
 import zipfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,8 +81,10 @@ def load(ws: Workspace, machine: str | None = None) -> ToolchainPin:
     return pin
 
 
-def pinned(ws: Workspace) -> Toolchain:
-    """Return the pinned nvcc; the first call fetches and unpacks it (105 MB to download, 280 MB unpacked).
+def pinned(ws: Workspace, sources: Iterable[Path] = ()) -> Toolchain:
+    """Return the pinned nvcc; the first call fetches and unpacks it (105 MB to download, 271 MB unpacked).
+
+    ``sources`` are folders that may hold the packages already.
 
     Raises:
         IntegrityError: a downloaded file is not the pinned one.
@@ -94,7 +97,7 @@ def pinned(ws: Workspace) -> Toolchain:
     nvcc = folder / "nvidia" / "cu13" / "bin" / "nvcc"
     with locked(folder.parent / f".{folder.name}.lock"):
         if not _intact(folder):
-            _unpack(folder, [fetch(ws, artifact) for artifact in wheels])
+            _unpack(folder, _fetch(ws, wheels, list(sources)))
     record = {
         "source": "package index",
         "nvcc": pin.nvcc,
@@ -105,6 +108,18 @@ def pinned(ws: Workspace) -> Toolchain:
     }
     _version(nvcc, expected=pin.nvcc)
     return Toolchain(nvcc, pin.cuda, pin.newest_gcc, record)
+
+
+def _fetch(ws: Workspace, wheels: list[Artifact], sources: list[Path]) -> list[Path]:
+    try:
+        return [fetch(ws, artifact, sources) for artifact in wheels]
+    except FetchFailed as err:
+        ways = (
+            "hand its packages in: series kernels build --source DIR",
+            "use --system-nvcc",
+            "or --no-kernels",
+        )
+        raise FetchFailed(f"the pinned nvcc: {err.message}", fix=f"mend that, or {', '.join(ways)}") from err
 
 
 def system() -> Toolchain:

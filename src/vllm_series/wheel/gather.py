@@ -56,7 +56,7 @@ def _warn_of_work(ws: Workspace, pin: pins.Pin) -> None:
         )
 
 
-def _kernels(ws: Workspace, platform: str, wanted: bool) -> Kernels | None:
+def _kernels(ws: Workspace, platform: str, wanted: bool, sources: Iterable[Path]) -> Kernels | None:
     if not wanted:
         return None
     if platform != this_platform():
@@ -64,7 +64,7 @@ def _kernels(ws: Workspace, platform: str, wanted: bool) -> Kernels | None:
             f"note: kernels for {platform} cannot be built on {this_platform()}: this wheel goes without them"
         )
         return None
-    built = kernels.build(ws)
+    built = kernels.build(ws, sources=sources)
     return Kernels(built.library.read_bytes(), built.provenance)
 
 
@@ -116,6 +116,6 @@ def gather(
         changed={path: contents.get(path) for path in changed_paths},
         patches=tuple(entries),
         overlay=dict(zip(overlay_paths, overlay_blobs, strict=True)),
-        kernels=_kernels(ws, platform, with_kernels),
+        kernels=_kernels(ws, platform, with_kernels, sources),
         generator=GENERATOR,
     )
