@@ -172,7 +172,8 @@ def _remove_leftovers(ws: Workspace, line: str) -> None:
 
 
 def _bring(ws: Workspace, git: Git, made: Stack) -> None:
-    """Copy the stack's commits from the object store into the tree's repository, past its config and hooks."""
+    """Copy the stack's commits from the object store into the tree's repository, past its config and
+    hooks."""
     if git.commit_of(made.head) and git.commit_of(made.top):
         return
     have = [f"^{made.base}"] if git.commit_of(made.base) else []
@@ -242,7 +243,8 @@ def _nothing_in_the_way(git: Git, made: Stack, old: str) -> None:
     ]
     if other:
         raise WouldLoseWork(
-            f"build/{made.line} has files that the series brings too, with other content: {', '.join(other[:5])}",
+            f"build/{made.line} has files that the series brings too, with other content: "
+            f"{', '.join(other[:5])}",
             fix="move them away or delete them, then run the command again",
         )
 
@@ -250,7 +252,8 @@ def _nothing_in_the_way(git: Git, made: Stack, old: str) -> None:
 def finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
     """End a run that was killed while it laid files out; the caller holds the line's lock.
 
-    Files that the run did not change, and commits made after it, are work of the user: they are saved under a ref.
+    Files that the run did not change, and commits made after it, are work of the user: they are saved under
+    a ref.
     """
     made, git = found.interrupted, Git(found.path)
     assert made is not None

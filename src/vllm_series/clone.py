@@ -82,7 +82,7 @@ def _fetch(git: Git, pin: Pin, url: str) -> str:
     named = next((name.removesuffix("^{}") for commit, name in refs if commit.startswith(wanted)), None)
     if named:
         done = git.run(
-            "fetch", "-q", "--no-tags", "--depth=1", url, f"+{named}:refs/heads/wanted", check=False
+            "fetch", "-q", "--no-tags", "--depth=1", url, f"+{named}:refs/wanted/commit", check=False
         )
     else:
         say(f"{_name(url)}: no ref at {wanted}, fetching its branches and tags")
@@ -100,7 +100,7 @@ def _fetch(git: Git, pin: Pin, url: str) -> str:
             f"cannot fetch from {_name(url)}: {done.stderr.decode('utf-8', 'replace').strip()}",
             fix="try again, or leave --git out to take the sdist",
         )
-    commit = git.commit_of("refs/heads/wanted" if named else wanted)
+    commit = git.commit_of("refs/wanted/commit" if named else wanted)
     if commit is None or not commit.startswith(wanted):
         raise UsageError(
             f"{_name(url)} does not have the pinned commit {wanted}",

@@ -133,7 +133,8 @@ def collect(ws: Workspace, store: Git, base: str, head: str, line: str) -> list[
 
 def _squash(ws: Workspace, store: Git, base: str, head: str, line: str) -> str:
     with importer.scratch(store, ws, head, f"export-{line}") as tree:
-        # An editor that changes nothing leaves git's own remarks in a squashed message; "#" may start a user's line.
+        # An editor that changes nothing leaves git's own remarks in a squashed message; "#" may start a
+        # user's line.
         tree = tree.with_config(commit_cleanup="strip", core_commentChar="\x1f")
         done = tree.run(
             "rebase", "-q", "-i", "--autosquash", "--no-gpg-sign", "--empty=keep", base, check=False

@@ -83,7 +83,12 @@ def inspect(ws: Workspace, pin: Pin) -> TreeState:
     interrupted = stack.read_ref(git, NEXT)
     if interrupted:
         return TreeState(
-            State.PARTIAL, path, head, stamp, detail="an apply or export was interrupted", interrupted=interrupted
+            State.PARTIAL,
+            path,
+            head,
+            stamp,
+            detail="an apply or export was interrupted",
+            interrupted=interrupted,
         )
     operation = _operation(path)
     dirty = tuple(dirty_paths(git))

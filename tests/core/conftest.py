@@ -1,4 +1,5 @@
-"""Tiny upstream releases, a loopback package index that can misbehave, and a checkout that carries a series on them."""
+"""Tiny upstream releases, a loopback package index that can misbehave, and a checkout that carries a series
+on them."""
 
 from __future__ import annotations
 
@@ -86,7 +87,8 @@ FILES: dict[str, str] = {
     "vllm/model_executor/models/old.py": "class OldForCausalLM:\n    pass\n",
     "vllm/models/deepseek_v32/__init__.py": "from .attention import Attention\n",
     "vllm/models/deepseek_v32/attention.py": (
-        "from vllm.layers import topk\n\n\nclass Attention:\n    def forward(self, q):\n        return topk(q)\n"
+        "from vllm.layers import topk\n\n\n"
+        "class Attention:\n    def forward(self, q):\n        return topk(q)\n"
     ),
     "vllm/layers.py": "def topk(q):\n    return q\n",
     "vllm/configs/E=1,N=2.json": "{}\n",
@@ -112,7 +114,8 @@ def make_sdist(
     *,
     extra: list[tarfile.TarInfo] | None = None,
 ) -> Path:
-    """Write ``vllm-<version>.tar.gz`` with the bytes of ``files`` and members without content from ``extra``."""
+    """Write ``vllm-<version>.tar.gz`` with the bytes of ``files`` and members without content from
+    ``extra``."""
     top, raw = f"vllm-{version}", io.BytesIO()
     with tarfile.open(fileobj=raw, mode="w", format=tarfile.PAX_FORMAT) as tar:
         for mode, group in ((0o664, files or FILES), (0o775, SCRIPTS)):
@@ -182,7 +185,8 @@ class Project:
         self, sdist: Path, *, commit: str = COMMIT, tree: str = "", wheels: dict[str, Path] | None = None
     ) -> None:
         rows = [
-            f'schema = 1\nline = "{self.line}"\nrole = "current"\ndsa = 1\n\n[source]\nversion = "{self.line}"',
+            f'schema = 1\nline = "{self.line}"\nrole = "current"\ndsa = 1\n',
+            f'[source]\nversion = "{self.line}"',
             f'commit = "{commit}"\ntree = "{tree}"\n[source.sdist]\n{artifact_toml(sdist)}',
             *(f'[[wheel]]\nplatform = "{p}"\n{artifact_toml(w)}' for p, w in (wheels or {}).items()),
             '[torch]\nversion = "2.14.0"\n\n[deepgemm]\nrepository = "some/DeepGEMM"\ncommit = "0820030756"',
@@ -448,7 +452,8 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def die_in_child(work: Callable[[Callable[[], None]], None]) -> int:
-    """Run ``work`` in a forked child and return its wait status; ``work`` gets a function that kills the child."""
+    """Run ``work`` in a forked child and return its wait status; ``work`` gets a function that kills the
+    child."""
     pid = os.fork()
     if pid == 0:
         try:

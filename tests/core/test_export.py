@@ -58,7 +58,8 @@ def test_only_the_patch_that_changed_is_rewritten(two: Project) -> None:
 
 
 def test_line_numbers_that_move_do_not_rewrite_a_patch(two: Project) -> None:
-    """A patch earlier in the series grows by lines; the later one keeps its bytes although its offsets moved."""
+    """A patch earlier in the series grows by lines; the later one keeps its bytes although its offsets
+    moved."""
     later = (two.patches / "change-backward.patch").read_bytes()
     two.edit("vllm/envs.py", "import os\n", "import os\nimport re\nimport sys\n")
     two.git("add", "-A")

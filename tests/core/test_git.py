@@ -50,7 +50,7 @@ def test_old_git_is_a_clear_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Pat
     fake.write_text("#!/bin/sh\necho git version 2.25.1\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(UsageError, match="too old: git version 2.25.1"):
+    with pytest.raises(UsageError, match=r"too old: git version 2\.25\.1"):
         require_git()
 
 

@@ -119,8 +119,8 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     home = tmp_path / "hostile"
     for folder in ("hooks", "template/hooks", ".config/git"):
         (home / folder).mkdir(parents=True)
-    for hook in ("pre-commit", "commit-msg", "applypatch-msg", "pre-applypatch", "post-checkout", "post-commit",
-                 "pre-rebase", "reference-transaction", "post-index-change", "post-rewrite"):  # fmt: skip
+    hooks = "pre-commit commit-msg applypatch-msg pre-applypatch post-checkout post-commit pre-rebase"
+    for hook in [*hooks.split(), "reference-transaction", "post-index-change", "post-rewrite"]:
         for folder in (home / "hooks", home / "template/hooks"):
             (folder / hook).write_text("#!/bin/sh\nexit 1\n")
             (folder / hook).chmod(0o755)

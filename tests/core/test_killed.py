@@ -93,7 +93,8 @@ def test_killed_move_of_a_tree(two: Project) -> None:
 
 
 def test_killed_in_the_middle_of_writing_files(two: Project) -> None:
-    """git itself dies half way: files half new, an index lock is left; a change of the user after that is kept."""
+    """git itself dies half way: files half new, an index lock is left; a change of the user after that is
+    kept."""
     (two.root / "overlay/vllm/dsa/extra.py").write_text("extra = 1\n")
     (two.root / "overlay/vllm/dsa/__init__.py").write_text("NAME = 'other'\n")
 

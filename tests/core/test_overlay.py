@@ -27,7 +27,7 @@ def test_by_products_are_left_out(bare: Project) -> None:
 
 def test_file_outside_of_the_roots(bare: Project) -> None:
     _put(bare, "vllm/other.py")
-    with pytest.raises(CheckFailed, match="overlay/vllm/other.py lies outside of"):
+    with pytest.raises(CheckFailed, match=r"overlay/vllm/other\.py lies outside of"):
         overlay.overlay_files(bare.ws)
 
 

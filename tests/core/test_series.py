@@ -74,13 +74,13 @@ def _write(project: Project, text: str, *files: str) -> None:
 
 def test_missing_from_the_folder(bare: Project) -> None:
     _write(bare, "# c\na.patch\nb.patch\n", "a.patch")
-    with pytest.raises(CheckFailed, match="names files that are not there: b.patch"):
+    with pytest.raises(CheckFailed, match=r"names files that are not there: b\.patch"):
         series.load(bare.ws, "0.9.0")
 
 
 def test_missing_from_the_series(bare: Project) -> None:
     _write(bare, "a.patch\n", "a.patch", "b.patch")
-    with pytest.raises(CheckFailed, match="series does not name: b.patch"):
+    with pytest.raises(CheckFailed, match=r"series does not name: b\.patch"):
         series.load(bare.ws, "0.9.0")
 
 
