@@ -6,7 +6,7 @@
 
 A is the baseline. A setting is any number of ``NAME=VALUE`` separated by commas. With ``--in-process`` both
 settings share one engine and the switches change between requests: right for what is read at each prefill,
-wrong for what is fixed when the engine starts or a CUDA graph is captured. Without it each round starts a fresh
+wrong for what is fixed when the engine starts or a graph is captured. Without it each round starts a fresh
 engine for A and one for B. Prints one JSON row per metric and appends them to ``--out`` (results schema).
 """
 
