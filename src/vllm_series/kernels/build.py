@@ -8,6 +8,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -175,13 +176,29 @@ def _compile(
 
 
 def _run(command: list[str | Path], env: dict[str, str], what: str, folder: Path) -> None:
-    log = folder / "log.txt"
-    with log.open("w", encoding="utf-8") as out:
-        # The child keeps our locks: if this process is killed, the next run waits for the compilers.
-        done = subprocess.run(
-            command, env=env, stdin=subprocess.DEVNULL, stdout=out, stderr=out, pass_fds=held(), check=False
-        )
-    if not done.returncode:
+    log, terminal = folder / "log.txt", sys.stderr.isatty()
+    # The child keeps our locks: if this process is killed, the next run waits for the compilers.
+    with (
+        log.open("w", encoding="utf-8") as out,
+        subprocess.Popen(
+            command,
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            pass_fds=held(),
+            text=True,
+            errors="replace",
+        ) as child,
+    ):
+        assert child.stdout is not None
+        for line in child.stdout:
+            out.write(line)
+            if terminal and line.startswith("["):  # ninja's "[3/14] Building ..."
+                print(f"\r\x1b[K{line.rstrip()[:76]}", end="", file=sys.stderr, flush=True)
+    if terminal:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    if not child.returncode:
         return
     said = log.read_text(encoding="utf-8", errors="replace")
     if os.strerror(errno.ENOSPC) in said:
