@@ -25,6 +25,14 @@ def configure_logging() -> None:
         vllm.logger.configure_logging(LoggingConfig())
 
 
+@pytest.fixture
+def should_do_global_cleanup_after_test() -> bool:
+    """Upstream asks this before it empties a card's memory: seconds per test, for nothing without a card."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
 @pytest.fixture(autouse=True)
 def fresh_process(monkeypatch: pytest.MonkeyPatch):
     """Each test starts like a new process with no switch set."""
