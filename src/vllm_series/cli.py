@@ -12,7 +12,7 @@ from typing import Any
 
 import click
 
-from vllm_series import __version__, clone, fetch, lock, pins, stack, state
+from vllm_series import __version__, clone, fetch, lock, pins, redo, stack, state
 from vllm_series import apply as applying
 from vllm_series import export as exporting
 from vllm_series import lint as linting
@@ -158,11 +158,21 @@ def apply_command(
 @click.option(
     "--drop", multiple=True, metavar="PATCH", help="Agree that this patch is removed from the series."
 )
+@click.option(
+    "--as", "name", metavar="PATCH", help="After `apply --before PATCH`: the one new commit is this patch."
+)
 @json_option
 @click.pass_context
-def export_command(ctx: click.Context, line: str, drop: tuple[str, ...], as_json: bool) -> None:
+def export_command(
+    ctx: click.Context, line: str, drop: tuple[str, ...], name: str | None, as_json: bool
+) -> None:
     """Write the commits of build/LINE back to patches/LINE and overlay/."""
     ws = workspace(ctx)
+    if name:
+        redo.write_one(ws, pins.load_pin(ws, line), name)
+        text = f"patches/{line}/{name} is written; next: series lock {line} && series apply {line}"
+        emit({"line": line, "changed": True, "rewritten": [name]}, as_json=as_json, text=text)
+        return
     plan = exporting.export(ws, pins.load_pin(ws, line), drop=drop)
     lists = {
         "rewritten": plan.rewritten,

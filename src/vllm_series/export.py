@@ -74,6 +74,11 @@ def export(ws: Workspace, pin: Pin, *, drop: Sequence[str] = ()) -> Plan:
             found = state.inspect(ws, pin)
         state.require(found, pin.line, {State.APPLIED, State.AHEAD})
         assert found.head and found.stamp
+        if not found.stamp.complete:
+            raise WouldLoseWork(
+                f"build/{pin.line} has only the first patches; an export would drop the others",
+                fix=f"series export {pin.line} --as PATCH for the patch that was made anew",
+            )
         store, stamp = importer.odb(ws), found.stamp
         _disk_unchanged(ws, pin.line, found)
         old = export_files.patches_on_disk(ws, pin.line, Git(found.path))

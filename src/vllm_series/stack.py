@@ -164,8 +164,8 @@ def _does_not_apply(line: str, name: str, before: int, total: int, why: str) -> 
     said = "\n    ".join(wanted or why.strip().splitlines()[:6])
     return CheckFailed(
         f"line {line}: {name} (patch {before + 1} of {total}) does not apply:\n    {said}",
-        fix=f"series apply {line} --before {name}, make the change anew as a commit, and export; "
-        "or restore the patches: git checkout -- patches",
+        fix=f"series apply {line} --before {name}, commit the change anew in build/{line}, "
+        f"series export {line} --as {name}; or restore the patches: git checkout -- patches",
     )
 
 

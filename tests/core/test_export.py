@@ -275,3 +275,31 @@ def test_full_disk_while_writing_keeps_the_commits(two: Project, monkeypatch: py
     monkeypatch.undo()
     two.series("export", "0.9.0")
     assert b"y = x + 3" in (two.patches / "change-forward.patch").read_bytes()
+
+
+def test_a_patch_that_does_not_apply_is_made_anew(two: Project) -> None:
+    """What the error message says, step by step."""
+    path, other = two.patches / "change-forward.patch", (two.patches / "change-backward.patch").read_bytes()
+    path.write_bytes(path.read_bytes().replace(b" def forward", b" def forwards"))
+    result = two.series("apply", "0.9.0", code=1)
+    assert "series apply 0.9.0 --before change-forward.patch" in result.err
+    assert "series export 0.9.0 --as change-forward.patch" in result.err
+    two.series("apply", "0.9.0", "--before", "change-forward.patch")
+    assert "not exactly" not in two.series("export", "0.9.0", "--as", "change-forward.patch", code=1).err
+    two.edit("vllm/envs.py", "y = x + 1", "y = x + 5")
+    two.commit(message("Change forward", "vllm/envs.py::Config.forward"))
+    assert "--as PATCH" in two.series("export", "0.9.0", code=5).err
+    two.series("export", "0.9.0", "--as", "nope.patch", code=2)
+    two.series("export", "0.9.0", "--as", "change-forward.patch")
+    assert two.state() == "PARTIAL"
+    two.series("lock")
+    two.apply()
+    assert two.state() == "APPLIED"
+    assert "y = x + 5" in (two.tree / "vllm/envs.py").read_text()
+    assert (two.patches / "change-backward.patch").read_bytes() == other
+    two.series("verify")
+
+
+def test_making_a_patch_anew_needs_the_tree_for_it(two: Project) -> None:
+    result = two.series("export", "0.9.0", "--as", "change-forward.patch", code=2)
+    assert "series apply 0.9.0 --before change-forward.patch" in result.err
