@@ -44,6 +44,7 @@ for name in (
     "vllm.model_executor.models.deepseek_v2",
     "vllm.model_executor.models.deepseek_mtp",
     "vllm.models.deepseek_v32.attention",
+    "vllm.models.deepseek_v32.common.kernels",
     "vllm.models.deepseek_v32.nvidia.model",
     "vllm.models.deepseek_v32.nvidia.mtp",
     "vllm.v1.attention.backends.mla.indexer",
