@@ -21,10 +21,11 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that one test and one whole file may take."""
+    """Seconds that one test and one whole file may take; ``grace_s`` more before a test's process is killed."""
 
     test_s: float = 120.0
     file_s: float = 600.0
+    grace_s: float = 30.0
 
 
 @dataclass
@@ -135,7 +136,7 @@ class FileRunner:
     def _watch(self, process: Process, events: Path, deadline: float) -> tuple[Node | None, bool]:
         """Wait for the end. Returns ``(how it died or None, was it the file's limit)``."""
         hard = (
-            self.limits.test_s * 1.25 + 10
+            self.limits.test_s + self.limits.grace_s
         )  # pytest-timeout comes first, unless C code holds the interpreter
         began, seen, offset, current = time.monotonic(), time.monotonic(), 0, 0
         while True:

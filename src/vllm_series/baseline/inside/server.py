@@ -124,8 +124,11 @@ def serve(site: str) -> None:
         ready, _, _ = select.select([0] if open_stdin else [], [], [], 0.1 if running else None)
         if ready:
             chunk = os.read(0, 65536)
-            if not chunk:
+            if not chunk:  # the runner is gone or done: nobody reads what still runs
                 open_stdin = False
+                for pid in running:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(pid, signal.SIGKILL)
             buffer += chunk
         while b"\n" in buffer:
             line, _, buffer = buffer.partition(b"\n")
