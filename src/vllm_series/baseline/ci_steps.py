@@ -42,7 +42,7 @@ def _steps(tree: Path) -> Iterator[tuple[str, dict[str, Any]]]:
                 yield path.stem, step
 
 
-def tests_of(commands: Iterable[str], tree: Path) -> list[str]:
+def named_tests(commands: Iterable[str], tree: Path) -> list[str]:
     """Return the paths under ``tests/`` that the pytest calls in ``commands`` name."""
     found: list[str] = []
     for command in commands:
@@ -80,7 +80,7 @@ def matching(tree: Path, touched: Iterable[str]) -> list[Step]:
                 gpus=int(step.get("num_devices") or step.get("num_gpus") or 1),
                 because=because,
                 commands=commands,
-                tests=tuple(tests_of(commands, tree)),
+                tests=tuple(named_tests(commands, tree)),
             )
         )
     return found

@@ -21,7 +21,8 @@ POLL_S = 0.1
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds that one test and one whole file may take; ``grace_s`` more before a test's process is killed."""
+    """Seconds that one test and one whole file may take; ``grace_s`` more before a test's process is
+    killed."""
 
     test_s: float = 120.0
     file_s: float = 600.0
