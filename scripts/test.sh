@@ -76,7 +76,7 @@ run_lint() {
     return "$code"
 }
 
-run_unit() { pytest -n "$JOBS" --dist loadfile -m "not slow and not torch" tests; }
+run_unit() { pytest -n "$JOBS" --dist loadfile -m "not slow and not torch and not upstream" tests; }
 
 run_real() { pytest -n "$JOBS" --dist loadfile -m "slow and not torch" tests; }
 

@@ -17,10 +17,11 @@ from vllm_series import envs, pins
 from vllm_series.baseline import needs, quarantine, render, store
 from vllm_series.baseline.diff import Diff
 from vllm_series.baseline.engine import Limits
-from vllm_series.baseline.outcome import Run
+from vllm_series.baseline.outcome import BAD, Run
 from vllm_series.baseline.plan import Plan, make_plan
 from vllm_series.baseline.session import Options, Session, sdist_of
 from vllm_series.errors import CheckFailed, TestRegression, UsageError
+from vllm_series.git import Git
 from vllm_series.runtime import pristine_site
 from vllm_series.ui import emit, json_option, workspace
 from vllm_series.workspace import Workspace
@@ -210,6 +211,47 @@ def run_command(
     emit(data, as_json=as_json, text=f"{line} {mode}: {json.dumps(run.counts())} -> {path}")
 
 
+@baseline.command("try")
+@click.argument("line")
+@click.argument("nodes", nargs=-1, required=True)
+@click.option("--mode", default="on", show_default=True, help="off, on or feature:<id>[=value].")
+@click.option("--commit", help="A commit of the object store (default: the tree that `series bisect` laid).")
+@_test_s
+@_isolation
+@click.pass_context
+def try_command(
+    ctx: click.Context,
+    line: str,
+    nodes: tuple[str, ...],
+    mode: str,
+    commit: str | None,
+    test_seconds: float,
+    isolation: str,
+) -> None:
+    """Run upstream's test NODES on one tree of LINE; exit code 7 if one fails. For bisection:
+
+    series bisect LINE -- series baseline try LINE NODE
+    """
+    ws = workspace(ctx)
+    tree = os.environ.get("SERIES_BISECT_TREE")
+    only: dict[str, list[str]] = {}
+    for node in nodes:
+        only.setdefault(node.partition("::")[0], []).extend([node] if "::" in node else [])
+    with Session(ws, line, Options(1, isolation, Limits(test_seconds))) as session:
+        if commit or tree:
+            session.use_commit(commit or Git(Path(str(tree))).out("rev-parse", "HEAD"))
+        found = session.again(mode)(only)
+    lost = [node for node in nodes if node not in found and "::" in node]
+    bad = [f"{name}: {one.outcome} {one.reason}" for name, one in found.items() if one.outcome in BAD]
+    for name, one in found.items():
+        print(f"{one.outcome:8} {name}")
+    if bad or lost or not found:
+        raise TestRegression(
+            "; ".join([*bad, *(f"{node}: not collected" for node in lost)]) or "no test was collected",
+            fix=f"series bisect {line} -- series baseline try {line} {nodes[0]!r} finds the patch",
+        )
+
+
 @baseline.command("diff")
 @click.argument("lines", nargs=-1)
 @click.option(
@@ -282,10 +324,15 @@ def diff_command(
     if failing:
         raise TestRegression(
             "; ".join(f"{diff.line} {diff.mode}: {len(diff.failing())} tests differ" for diff in failing),
-            fix="read build/baseline/reports/*.md; `series bisect LINE -- ...` finds the patch",
+            fix=f"read build/baseline/reports/*.md; the patch: {_bisect_command(failing[0])}",
         )
     if not any(diff.rows for diff, _ in found):
         raise CheckFailed("no test ran", fix="series baseline plan LINE shows what there is to run")
+
+
+def _bisect_command(diff: Diff) -> str:
+    node = diff.failing()[0].node
+    return f"series bisect {diff.line} -- series baseline try {diff.line} --mode {diff.mode} {node!r}"
 
 
 def quarantine_rows(diff: Diff, entries: list[quarantine.Entry]) -> None:

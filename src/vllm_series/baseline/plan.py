@@ -15,7 +15,6 @@ from vllm_series.runtime import Site
 from vllm_series.series import load
 from vllm_series.workspace import Workspace
 
-UNMEASURED_S = 40.0  # taken for a file that was never run
 DEPTH = 2  # a test that imports a module that imports what we patch
 
 
@@ -30,7 +29,9 @@ class PlannedTest:
     need: Need
     seconds: float | None
     passed: int
-    weight: float  # how special the test is to what we touch: the sum of 1/importers over ``reaches``
+    weight: (
+        float  # how special it is: over ``reaches``, the sum of 1/importers, and 1 if it is named after it
+    )
 
 
 @dataclass
@@ -47,13 +48,14 @@ class Plan:
         return [one for one in self.tests if one.need.kind in kinds and 1 <= one.distance <= distance]
 
     def short(self, budget_s: float) -> list[str]:
-        """The files for every push: direct importers that pass on CPU, the most special first, within a time.
+        """The files for every push, within a time: what was measured and passes on CPU, the most special
+        first.
 
-        Each touched file that any such test reaches is reached by the set, if the budget allows one test for
-        it.
+        Each touched file that such a test reaches is reached by the set, if the budget allows one test for
+        it. Time that direct importers leave goes to the next nearest tests.
         """
-        direct = self.of(needs.CPU, distance=1)
-        order = sorted(direct, key=lambda one: (-one.weight / _cost(one), one.path))
+        measured = [one for one in self.of(needs.CPU) if one.seconds is not None and one.passed]
+        order = sorted(measured, key=lambda one: (one.distance, -_value(one), one.path))
         chosen: list[PlannedTest] = []
         left, seen = budget_s, set[str]()
         for first in (True, False):
@@ -73,7 +75,11 @@ class Plan:
 
 
 def _cost(test: PlannedTest) -> float:
-    return max(test.seconds if test.seconds is not None else UNMEASURED_S, 1.0)
+    return max(test.seconds or 0.0, 2.0)
+
+
+def _value(test: PlannedTest) -> float:
+    return (test.weight or test.passed / 1000) / _cost(test)
 
 
 def touched_files(ws: Workspace, line: str) -> list[str]:
@@ -128,6 +134,12 @@ def make_plan(
     return plan
 
 
+def _named_after(test: str, source: str) -> float:
+    """1.0 if the test's file name holds the module's whole name: ``test_envs.py``, ``test_indexer_x.py``."""
+    stem = source.rpartition("/")[2].removesuffix(".py")
+    return 1.0 if f"_{stem}_" in f"{test.rpartition('/')[2].removesuffix('.py')}_" else 0.0
+
+
 def _files(tree: Path, name: str) -> list[str]:
     place = tree / name
     found = sorted(place.rglob("*.py")) if place.is_dir() else [place]
@@ -148,5 +160,5 @@ def _planned(
         need=need,
         seconds=last.seconds if last else None,
         passed=last.counts.get("passed", 0) if last else 0,
-        weight=round(sum(1 / len(direct[name]) for name in reaches), 5),
+        weight=round(sum(1 / len(direct[name]) + _named_after(path, name) for name in reaches), 5),
     )
