@@ -14,14 +14,16 @@ from rich.console import Console
 from rich.table import Table
 
 from vllm_series import envs, pins
-from vllm_series.baseline import needs, quarantine, render, store
+from vllm_series.baseline import quarantine, render, store
+from vllm_series.baseline.device_kit import make_kit
 from vllm_series.baseline.diff import Diff
 from vllm_series.baseline.engine import Limits
 from vllm_series.baseline.outcome import BAD, Run
 from vllm_series.baseline.plan import Plan, make_plan
-from vllm_series.baseline.session import Options, Session, sdist_of
+from vllm_series.baseline.session import Options, Session, confirmed, result_name, sdist_of
 from vllm_series.errors import CheckFailed, TestRegression, UsageError
 from vllm_series.git import Git
+from vllm_series.importer import odb
 from vllm_series.runtime import pristine_site
 from vllm_series.ui import emit, json_option, workspace
 from vllm_series.workspace import Workspace
@@ -81,7 +83,7 @@ def _select(plan: Plan, which: str, files: tuple[str, ...], budget: float, tree:
             )
         return names
     if which == "gpu":
-        return [one.path for one in plan.of(needs.SM90, needs.GPU, distance=1)]
+        return plan.gpu()
     return plan.short(budget) if which == "short" else plan.full()
 
 
@@ -107,7 +109,9 @@ def plan_command(
         "touched": plan.touched,
         "short": short,
         "steps": [asdict(step) for step in plan.steps],
-        "tests": [asdict(one) for one in plan.tests if everything or one.distance],
+        "tests": [
+            {**asdict(one), "others": sorted(one.others)} for one in plan.tests if everything or one.distance
+        ],
     }
     if gpu:
         files = _select(plan, "gpu", (), budget, Path())
@@ -211,6 +215,29 @@ def run_command(
     emit(data, as_json=as_json, text=f"{line} {mode}: {json.dumps(run.counts())} -> {path}")
 
 
+@baseline.command("gpu-kit")
+@click.argument("line")
+@click.option("--modes", default="off,on", show_default=True, help="Comma-separated modes beside upstream.")
+@_files
+@click.option("--kernels", type=click.Path(path_type=Path, exists=True), help="The compiled vllm/_dsa_C.so.")
+@click.option("--out", type=click.Path(path_type=Path), default=Path("build/gpu-baseline"), show_default=True)
+@click.pass_context
+def kit_command(
+    ctx: click.Context, line: str, modes: str, files: tuple[str, ...], kernels: Path | None, out: Path
+) -> None:
+    """Make a folder that runs upstream's GPU tests on a machine without network, where LINE's vLLM is."""
+    ws = workspace(ctx)
+    with Session(ws, line, Options(1, "fresh")) as session:
+        sites = session.site(patched=False), session.site(patched=True)
+        plan = make_plan(ws, line, sites[0])
+        chosen = _select(plan, "gpu", files, 0, sites[0].path)
+        wanted = [session.mode(one.strip()) for one in modes.split(",") if one.strip()]
+        place = make_kit(ws, line, odb(ws), sites, chosen, wanted, kernels, ws.root / out)
+    print(f"{place}: {len(chosen)} test files. On the GPU machine, with {line} on PYTHONPATH:")
+    print("  PYTHONPATH=KIT/packages:$PYTHONPATH python -m vllm_series.baseline.device --kit KIT --out OUT")
+    print(f"then here: series baseline diff {line} --saved --results OUT --modes {modes}")
+
+
 @baseline.command("try")
 @click.argument("line")
 @click.argument("nodes", nargs=-1, required=True)
@@ -265,6 +292,11 @@ def try_command(
 @_file_s
 @_isolation
 @click.option("--saved", is_flag=True, help="Compare the saved runs, run nothing but what differs.")
+@click.option(
+    "--results",
+    type=click.Path(path_type=Path, exists=True),
+    help="Folder of saved runs (of another machine).",
+)
 @click.option("--no-confirm", is_flag=True, help="Do not run differing tests again.")
 @click.option("--force", is_flag=True, help="Compare runs of different machines or settings.")
 @click.option("--store", "keep", is_flag=True, help="Keep the result in bench/results (--set full).")
@@ -283,6 +315,7 @@ def diff_command(
     file_seconds: float,
     isolation: str,
     saved: bool,
+    results: Path | None,
     no_confirm: bool,
     force: bool,
     keep: bool,
@@ -300,16 +333,20 @@ def diff_command(
     if not wanted:
         raise UsageError("no mode to compare with upstream", fix="pass --modes off,on")
     options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=which == "gpu")
+    if results is not None and (not saved or len(names) != 1):
+        raise UsageError("--results compares saved runs of one line", fix="add --saved and name the line")
     console, found = Console(stderr=as_json), list[tuple[Diff, tuple[Run, Run]]]()
     for line in names:
         with Session(ws, line, options) as session:
             tree = session.site(patched=False)
             chosen = [] if saved else _select(make_plan(ws, line, tree), which, files, budget, tree.path)
-            upstream = Run.load(session.result_path("upstream")) if saved else session.run("upstream", chosen)
+            place = results if results is not None else session.root
+            upstream = Run.load(place / "upstream.json") if saved else session.run("upstream", chosen)
             rows: dict[str, dict[str, Any]] = {}
             for mode in wanted:
-                patched = Run.load(session.result_path(mode)) if saved else session.run(mode, chosen)
-                diff = session.compare(upstream, patched, confirm=not no_confirm, force=force)
+                patched = Run.load(place / result_name(mode)) if saved else session.run(mode, chosen)
+                again = confirmed(results / "confirmed.json", mode) if results is not None else None
+                diff = session.compare(upstream, patched, confirm=not no_confirm, force=force, again=again)
                 quarantine_rows(diff, entries)
                 render.show(diff, console, broken=verbose)
                 render.write_all(diff, (upstream, patched), ws.root / "build" / "baseline" / "reports")

@@ -161,6 +161,14 @@ def confirm(
             row.kind = Kind.FLAKY
 
 
+def judge(diff: Diff, again: Mapping[str, list[tuple[str, str]]]) -> None:
+    """Apply re-runs that were made elsewhere; a row without any keeps its kind."""
+    for row in diff.of(*DOUBTFUL):
+        row.first, row.again = row.kind, list(again.get(row.node, []))
+        if row.again and _differs(row) < RUNS:
+            row.kind = Kind.FLAKY
+
+
 def _rerun(rows: list[Row], upstream: Again, patched: Again, *, alone: bool) -> None:
     if not rows:
         return

@@ -29,9 +29,10 @@ class PlannedTest:
     need: Need
     seconds: float | None
     passed: int
-    weight: (
-        float  # how special it is: over ``reaches``, the sum of 1/importers, and 1 if it is named after it
-    )
+    #: How special it is: over ``reaches``, the sum of 1/importers, and 1 if it is named after the file.
+    weight: float
+    #: Kinds of need that some of its tests named in the last run, beside ``need``.
+    others: frozenset[str] = frozenset()
 
 
 @dataclass
@@ -66,6 +67,18 @@ class Plan:
                     seen.update(one.reaches)
                     left -= _cost(one)
         return sorted(one.path for one in chosen)
+
+    def gpu(self) -> list[str]:
+        """What a Hopper card adds: direct importers with a test that wants a GPU, but no model and no other
+        card."""
+        wanted = {needs.SM90, needs.GPU}
+        near = [one for one in self.tests if one.distance == 1]
+        found = [
+            one
+            for one in near
+            if one.need.kind in wanted or (one.need.kind == needs.CPU and one.others & wanted)
+        ]
+        return [one.path for one in sorted(found, key=lambda one: (-one.weight, one.path))]
 
     def full(self) -> list[str]:
         """Every planned file that runs on CPU or was never run, whatever its distance."""
@@ -152,6 +165,7 @@ def _planned(
     need = needs.recorded(last.counts, last.reasons) if last else None
     if need is None:
         need = needs.worded((tree / path).read_text(encoding="utf-8", errors="replace"))
+    others = frozenset(needs.of_reason(reason) for reason in last.reasons) if last else frozenset[str]()
     reaches = tuple(sorted(name for name, tests in direct.items() if path in tests))
     return PlannedTest(
         path=path,
@@ -161,4 +175,5 @@ def _planned(
         seconds=last.seconds if last else None,
         passed=last.counts.get("passed", 0) if last else 0,
         weight=round(sum(1 / len(direct[name]) + _named_after(path, name) for name in reaches), 5),
+        others=others,
     )

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import datetime
+import json
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +153,7 @@ class Session:
 
     def result_path(self, mode: str) -> Path:
         """Where the run of a mode is saved."""
-        return self.root / f"{_safe(mode)}.json"
+        return self.root / result_name(mode)
 
     def again(self, name: str) -> diffing.Again:
         """Return a function that runs nodes of a mode again (all nodes of a file whose list is empty)."""
@@ -168,13 +169,22 @@ class Session:
         return run
 
     def compare(
-        self, upstream: Run, patched: Run, *, confirm: bool = True, force: bool = False
+        self,
+        upstream: Run,
+        patched: Run,
+        *,
+        confirm: bool = True,
+        force: bool = False,
+        again: Mapping[str, list[tuple[str, str]]] | None = None,
     ) -> diffing.Diff:
-        """Compare two runs; what differs is run again three times on both sides."""
+        """Compare two runs; what differs is run again three times on both sides, or was (``again``)
+        elsewhere."""
         mode = self.mode(patched.mode)
         found = diffing.compare(upstream, patched, exact=mode.exact, force=force)
         doubtful = found.of(*diffing.DOUBTFUL)
-        if doubtful and confirm:
+        if again is not None:
+            diffing.judge(found, again)
+        elif doubtful and confirm:
             say(f"{self.line} {patched.mode}: {len(doubtful)} tests differ, running them again on both trees")
             diffing.confirm(
                 found,
@@ -188,6 +198,19 @@ class Session:
         """Remove scratch folders (compile caches, temporary files, logs of tests that passed)."""
         for name in modes:
             shutil.rmtree(self.root / "scratch" / _safe(name), ignore_errors=True)
+
+
+def result_name(mode: str) -> str:
+    """File name of a mode's saved run."""
+    return f"{_safe(mode)}.json"
+
+
+def confirmed(path: Path, mode: str) -> dict[str, list[tuple[str, str]]]:
+    """Read the re-runs that another machine made (``device.py``): outcomes by node, upstream's first."""
+    if not path.is_file():
+        return {}
+    rows = json.loads(path.read_text(encoding="utf-8")).get(mode, {})
+    return {node: [(one, two) for one, two in pairs] for node, pairs in rows.items()}
 
 
 def _safe(mode: str) -> str:
