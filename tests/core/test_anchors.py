@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import TRAILERS, Project
+from core_lab import TRAILERS, Project
 
 from vllm_series import anchors
 from vllm_series.git import Git

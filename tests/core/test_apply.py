@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import MESSAGE, TRAILERS, Project, make_sdist
+from core_lab import MESSAGE, TRAILERS, Project, make_sdist
 
 from vllm_series import importer
 from vllm_series.git import Git
@@ -224,7 +224,7 @@ def test_changed_result_is_an_integrity_error(patched: Project) -> None:
 
 
 def test_new_pin_of_the_line_moves_the_tree(patched: Project) -> None:
-    from conftest import FILES
+    from core_lab import FILES
 
     text = FILES["README.md"] + "more\n"
     patched.write_pin(make_sdist(patched.files, files={**FILES, "README.md": text}))

@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import COMMIT, FILES, SCRIPTS, Project
+from core_lab import COMMIT, FILES, SCRIPTS, Project
 
 from vllm_series import clone, sdist
 from vllm_series.errors import IntegrityError
@@ -35,7 +35,7 @@ def upstream(tmp_path: Path) -> Path:
 
 def _pin_to(project: Project, upstream: Path, name: str = "v0.9.0^{commit}") -> str:
     """Let pin and sdist name the clone's commit."""
-    from conftest import make_sdist
+    from core_lab import make_sdist
 
     commit = Git(upstream).out("rev-parse", name)
     version = FILES["vllm/_version.py"].replace(COMMIT, commit[:9])

@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from conftest import TRAILERS, Project, message
+from core_lab import TRAILERS, Project, message
 
 from vllm_series import export_files
 

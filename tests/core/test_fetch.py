@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from conftest import Index, Project, die_in_child, make_sdist
+from core_lab import Index, Project, die_in_child, make_sdist
 
 from vllm_series import fetch
 from vllm_series import index as indexing
@@ -21,7 +21,7 @@ from vllm_series.errors import FetchFailed, IntegrityError
 
 def _big(bare: Project) -> Path:
     """Make the sdist large enough to be cut in the middle."""
-    from conftest import FILES
+    from core_lab import FILES
 
     noise = "".join(hashlib.sha256(str(n).encode()).hexdigest() for n in range(60000))
     path = make_sdist(bare.files, files={**FILES, "data.txt": noise})

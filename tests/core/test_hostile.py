@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from conftest import Project, message
+from core_lab import Project, message
 
 CONFIG = """
 [core]

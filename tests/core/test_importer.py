@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import COMMIT, FILES, Project, die_in_child, make_sdist
+from core_lab import COMMIT, FILES, Project, die_in_child, make_sdist
 
 from vllm_series import importer, sdist
 from vllm_series.errors import FetchFailed, IntegrityError

@@ -9,7 +9,7 @@ import subprocess
 from collections.abc import Callable
 
 import pytest
-from conftest import Project, die_in_child
+from core_lab import Project, die_in_child
 
 from vllm_series import apply as applying
 from vllm_series import export as exporting
@@ -126,7 +126,7 @@ def _work_to_export(two: Project) -> None:
     two.edit("vllm/envs.py", "y = x + 2", "y = x + 3")
     two.commit("fixup! Change forward")
     two.edit("vllm/envs.py", "size = 1", "size = 2")
-    from conftest import message
+    from core_lab import message
 
     two.commit(message("Change size", "vllm/envs.py::Config.size"))
     (two.tree / "vllm/dsa/more.py").write_text("more = 1\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Project
+from core_lab import Project
 
 from vllm_series import overlay
 from vllm_series.errors import CheckFailed
@@ -52,7 +52,7 @@ def test_shadowing(path: str, tree: list[str], hidden: bool) -> None:
 
 
 def test_shadowing_overlay_stops_apply_and_verify(bare: Project) -> None:
-    from conftest import FILES, make_sdist
+    from core_lab import FILES, make_sdist
 
     bare.write_pin(make_sdist(bare.files, files={**FILES, "vllm/dsa/__init__.py": "theirs"}))
     bare.fetch()

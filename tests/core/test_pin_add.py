@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import COMMIT, FILES, Index, Project, make_sdist, make_wheel
+from core_lab import COMMIT, FILES, Index, Project, make_sdist, make_wheel
 
 from vllm_series.pins import load_pin
 

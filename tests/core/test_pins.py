@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from conftest import Project
+from core_lab import Project
 
 from vllm_series.errors import CheckFailed, UsageError
 from vllm_series.pins import lines, load_pin, wheel_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from conftest import Project
+from core_lab import Project
 
 from vllm_series import importer, probes, upstreamed
 from vllm_series.errors import CheckFailed

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import Project
+from core_lab import Project
 
 from vllm_series import apply as applying
 from vllm_series import importer, state, verify

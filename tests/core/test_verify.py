@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import TRAILERS, Project
+from core_lab import TRAILERS, Project
 
 from vllm_series import verify
 from vllm_series.errors import CheckFailed

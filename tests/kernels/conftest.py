@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -21,25 +19,25 @@ def ws() -> Workspace:
 
 
 @pytest.fixture(scope="session")
-def bare_path(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+def bare_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A PATH with g++ and nothing else of interest: no nvcc, cmake or ninja of the machine."""
     folder = tmp_path_factory.mktemp("path")
     for name in ("g++", "env", "sh"):
         found = shutil.which(name)
         assert found, f"the tests of the kernels need {name}"
         (folder / name).symlink_to(found)
-    before = os.environ["PATH"]
-    os.environ["PATH"] = str(folder)
     for name in ("nvcc", "cmake", "ninja", "ptxas"):
-        assert shutil.which(name) is None
-    yield str(folder)
-    os.environ["PATH"] = before
+        assert shutil.which(name, path=str(folder)) is None
+    return str(folder)
 
 
 @pytest.fixture(scope="session")
 def built(ws: Workspace, bare_path: str) -> KernelBuild:
     """The library of this checkout, made with the fetched nvcc."""
-    return kernels.build(ws)
+    # For this build alone: other tests of the same process need the machine's PATH.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PATH", bare_path)
+        return kernels.build(ws)
 
 
 @pytest.fixture
