@@ -94,7 +94,8 @@ series_lines() {
     for pin in pins/*.toml; do basename "$pin" .toml; done
 }
 
-# A stage runs in a shell of its own, so that `timeout` can stop it with all its children.
+# A stage runs in a shell of its own, so that `timeout` can interrupt it with all its children: pytest then still says
+# what failed so far.
 export -f series series_lines run_lint run_unit run_real run_verify run_envs run_overlay run_upstream
 export PATH JOBS
 
@@ -105,7 +106,7 @@ for stage in "${STAGES[@]}"; do
     echo
     echo "== $stage: ${TITLE[$stage]} (budget ${BUDGET[$stage]} min)"
     start=$SECONDS code=0
-    timeout --kill-after=10 "${BUDGET[$stage]}m" bash -o pipefail -c "run_$stage" </dev/null || code=$?
+    timeout --signal=INT --kill-after=30 "${BUDGET[$stage]}m" bash -o pipefail -c "run_$stage" </dev/null || code=$?
     case $code in
         0) said=ok ;;
         124 | 137) said="over its budget" ;;

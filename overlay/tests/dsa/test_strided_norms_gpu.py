@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Norms on the DSA path take slices of the fused QKV-A output as they are: same bits, and no copy first.
 
-The slices are those of DeepSeek-V3.2: q_a 1536, kv_a 512 and k_pe 64 columns of one [tokens, 2112] buffer. Their
-row starts keep the 16-byte alignment, so the kernels take the same vectorised path as on contiguous rows and
+The slices are those of DeepSeek-V3.2: q_a 1536, kv_a 512 and k_pe 64 columns of one [tokens, 2112] buffer.
+Their row starts keep the 16-byte alignment, so the kernels take the same vectorised path as on contiguous rows and
 the sums have the same order: equality is exact.
 """
 
@@ -12,9 +12,9 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("no CUDA device", allow_module_level=True)
 
-from torch.profiler import ProfilerActivity, profile  # noqa: E402
-from vllm import _custom_ops as ops  # noqa: E402
-from vllm.model_executor.layers.layernorm import RMSNorm  # noqa: E402
+from torch.profiler import ProfilerActivity, profile
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.layernorm import RMSNorm
 
 FP8 = torch.float8_e4m3fn
 EPS = 1e-6
