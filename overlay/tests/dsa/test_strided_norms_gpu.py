@@ -2,8 +2,8 @@
 """Norms on the DSA path take slices of the fused QKV-A output as they are: same bits, and no copy first.
 
 The slices are those of DeepSeek-V3.2: q_a 1536, kv_a 512 and k_pe 64 columns of one [tokens, 2112] buffer.
-Their row starts keep the 16-byte alignment, so the kernels take the same vectorised path as on contiguous rows and
-the sums have the same order: equality is exact.
+Their row starts keep the 16-byte alignment, so the kernels take the same vectorised path as on contiguous
+rows and the sums have the same order: equality is exact.
 """
 
 import pytest
