@@ -83,7 +83,9 @@ run_real() { pytest -n "$JOBS" --dist loadfile -m "slow and not torch" tests; }
 run_verify() { series verify; }
 
 run_envs() {
-    for line in $(series_lines); do series baseline env "$line"; done
+    local line code=0
+    for line in $(series_lines); do series baseline env "$line" || code=$?; done
+    return "$code"
 }
 
 run_overlay() { series overlay-test; }

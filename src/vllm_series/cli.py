@@ -255,6 +255,10 @@ def _register_areas(group: click.Group) -> None:
                 say(f"note: the commands of {name} are missing: {err} (fix: uv sync)")
 
 
+def _print_error(message: str, fix: str, exit_code: int) -> None:
+    print(json.dumps({"error": message, "fix": fix, "exit_code": exit_code}, indent=2))
+
+
 def main(argv: list[str] | None = None) -> None:
     """Entry point: runs a command and turns expected errors into a message with its ``fix`` and an exit
     code."""
@@ -265,12 +269,16 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(code if isinstance(code, int) else 0)
     except SeriesError as err:
         if "--json" in args:
-            print(json.dumps({"error": err.message, "fix": err.fix, "exit_code": err.exit_code}, indent=2))
+            _print_error(err.message, err.fix, err.exit_code)
         say(f"error: {err}")
         sys.exit(err.exit_code)
     except click.exceptions.Exit as err:
         sys.exit(err.exit_code)
     except click.ClickException as err:
+        if "--json" in args:
+            context = getattr(err, "ctx", None)
+            named = context.command_path if context else "series"
+            _print_error(err.format_message(), f"see `{named} --help`", err.exit_code)
         err.show()
         sys.exit(err.exit_code)
     except (KeyboardInterrupt, click.Abort):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import tarfile
 import tempfile
 from pathlib import Path
 
@@ -47,3 +48,14 @@ def blob_id(data: bytes) -> str:
 
 def mebibytes(size: int) -> str:
     return f"{size / 1048576:.1f} MiB"
+
+
+def unpack_git_archive(packed: Path, place: Path) -> None:
+    """Unpack what `git archive` of our own object store wrote; runs on every Python from 3.11.0 on.
+
+    ``extractall(filter=...)`` only exists from 3.11.4 on (Debian 12 has 3.11.2), and later versions warn when
+    they are not told which filter to use.
+    """
+    with tarfile.open(packed) as archive:
+        archive.extraction_filter = getattr(tarfile, "tar_filter", None)
+        archive.extractall(place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import ssl
 from dataclasses import dataclass
 from html.parser import HTMLParser
 from typing import Any
@@ -47,8 +48,19 @@ def shown(url: str) -> str:
 
 
 def client() -> httpx.Client:
-    """Return an HTTP client that honours proxy variables, SSL_CERT_FILE and netrc."""
-    return httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers={"User-Agent": "vllm-series"})
+    """Return an HTTP client that honours proxy variables, SSL_CERT_FILE and netrc.
+
+    It trusts the machine's certificates beside httpx's own: behind a proxy that re-signs, only those check.
+    """
+    agent = {"User-Agent": "vllm-series"}
+    return httpx.Client(follow_redirects=True, timeout=TIMEOUT, headers=agent, verify=trusted())
+
+
+def trusted() -> ssl.SSLContext:
+    """Return the TLS settings of ``client``."""
+    context = httpx.create_ssl_context()
+    context.load_default_certs()
+    return context
 
 
 def offline() -> bool:
@@ -90,6 +102,12 @@ def list_files(http: httpx.Client, project: str) -> list[IndexFile]:
 
 
 def no_network(url: str, err: Exception) -> FetchFailed:
+    """Return the error for an index that does not answer, or whose certificate does not check."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(err):
+        return FetchFailed(
+            f"the certificate of {urlsplit(url).hostname} cannot be checked: {err}",
+            fix="apt-get install ca-certificates, or set SSL_CERT_FILE to your proxy's certificate",
+        )
     return FetchFailed(
         f"cannot reach {shown(url)}: {err or type(err).__name__}",
         fix="check the network and HTTPS_PROXY, or hand the files in: series fetch --source DIR",

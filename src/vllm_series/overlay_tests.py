@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import tarfile
 import tempfile
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterable
@@ -24,6 +23,7 @@ from vllm_series import apply as applying
 from vllm_series import identity
 from vllm_series.envs import torch_env
 from vllm_series.errors import CheckFailed
+from vllm_series.files import unpack_git_archive
 from vllm_series.git import Git
 from vllm_series.importer import odb
 from vllm_series.lock_file import locked
@@ -143,8 +143,7 @@ def _lay(ws: Workspace, pin: Pin, commit: str, kind: str) -> Path:
     with tempfile.TemporaryDirectory(dir=root) as scratch:
         packed = Path(scratch) / "tree.tar"
         store.run("archive", "--format=tar", "-o", str(packed), commit, *FOLDERS)
-        with tarfile.open(packed) as archive:
-            archive.extractall(place, filter="data")
+        unpack_git_archive(packed, place)
     mark.write_text(commit)
     return place
 

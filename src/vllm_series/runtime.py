@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import tarfile
 import tempfile
 import zipfile
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from pathlib import Path
 from vllm_series import fetch
 from vllm_series.envs import exclusive
 from vllm_series.errors import UsageError
+from vllm_series.files import unpack_git_archive
 from vllm_series.git import Git
 from vllm_series.importer import import_pin, odb
 from vllm_series.pins import Artifact, Pin, load_pin
@@ -105,8 +105,7 @@ def make_site(ws: Workspace, line: str, git: Git, commit: str) -> Site:
         with tempfile.TemporaryDirectory(dir=root) as scratch:
             packed = Path(scratch) / "tree.tar"
             git.run("archive", "--format=tar", "-o", str(packed), commit)
-            with tarfile.open(packed) as archive:
-                archive.extractall(place, filter="tar")
+            unpack_git_archive(packed, place)
         store = odb(ws)
         upstream = store.files(import_pin(ws, pin))
         lay_site(unpack_wheel(ws, host_wheel(pin)), upstream, place)
