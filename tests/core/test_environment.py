@@ -79,7 +79,7 @@ def test_a_certificate_that_does_not_check_is_named_as_the_cause(
 
 
 @pytest.mark.parametrize(
-    "call", [("bogus",), ("lint", "--bogus"), ("apply",), ("wheel", "--outputs"), ("kernels", "info", "/none")]
+    "call", [("bogus",), ("lint", "--bogus"), ("apply",), ("wheel", "--bad"), ("kernels", "info", "/none")]
 )
 def test_a_wrong_call_is_json_too(bare: Project, call: tuple[str, ...]) -> None:
     said = bare.series(*call, "--json", code=2)
