@@ -11,7 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from conftest import Project
+from core_lab import Project
 
 from vllm_series import index as indexing
 from vllm_series.files import unpack_git_archive
