@@ -1,0 +1,313 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times the LiteTopK kernel against upstream's indexer path, paired in one process on one GPU.
+
+    litetopk_operator.py --line 0.33.0 [--set table|small|distributions|matrix] [--shapes N] [--out FILE]
+
+Upstream's path is DeepGEMM's `fp8_fp4_mqa_logits` and `top_k_per_row_prefill`, once in the row slices of
+the default 512 MiB logits budget and once as one matrix (where that is at most 40 GiB). Both are taken from
+an installed vLLM. Where there is none, `--upstream DIR` names an unpacked wheel of it (of which only
+`vllm/third_party/deep_gemm` is used) and `--top-k-library FILE` a shared library that launches upstream's
+top-k kernel: `int up_topk(logits, starts, ends, out, rows, stride0, stride1, k, stream)`.
+
+Each figure is the median of `runs` calls; ours and upstream's take turns. Rows of a case replace older ones
+in FILE. Every result is checked: each position that ours selects scores at least upstream's cut-off minus
+1e-3 * max(1, |cut-off|) in upstream's own logits (48 sampled rows).
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import datetime
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "overlay" / "tests"))
+BUDGET = 512 << 20
+MATRIX_LIMIT = 40 << 30
+K = 2048
+
+#: (heads, queries, keys, requests, distribution)
+Shape = tuple[int, int, int, int, str]
+TABLE: list[Shape] = [
+    (heads, queries, keys, 1, "iid")
+    for heads in (64, 32)
+    for queries, keys in (
+        (4096, 1 << 15),
+        (8192, 1 << 16),
+        (8192, 1 << 17),
+        (8192, 1 << 18),
+        (8192, 1 << 19),
+        (8192, 1 << 20),
+    )
+]
+SMALL: list[Shape] = [
+    (heads, queries, keys, 1, "iid")
+    for heads in (64, 32)
+    for queries in (8, 64, 512, 1024)
+    for keys in (1 << 15, 1 << 17, 1 << 20)
+]
+DISTRIBUTIONS: list[Shape] = [
+    (heads, 8192, 1 << 17, 1, d)
+    for heads in (64, 32)
+    for d in ("recency", "clustered", "heavy", "ascending", "descending", "equal")
+]
+#: The grid of vLLM's RFC 53563: history, requests, queries per request; 64 heads.
+HISTORY = [
+    n << 10 for n in (4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 640, 768, 896, 1024)
+]
+MATRIX: list[tuple[int, int, int]] = [
+    (history, requests, queries)
+    for history in HISTORY
+    for requests in (1, 4, 16, 32, 128)
+    for queries in (8, 64, 512, 1024, 2048, 4096, 8192)
+]
+
+
+class Upstream:
+    """Upstream's two operators, however this machine has them."""
+
+    def __init__(self, root: Path | None, library: Path | None) -> None:
+        if root is None:
+            from vllm import _custom_ops as ops
+            from vllm.utils import deep_gemm
+
+            self._logits: Callable[..., torch.Tensor] = deep_gemm.fp8_fp4_mqa_logits
+            self._top_k: Callable[..., None] = ops.top_k_per_row_prefill
+            return
+        sys.path.insert(0, str(root / "vllm" / "third_party"))
+        import deep_gemm
+
+        if library is None:
+            raise SystemExit("--upstream needs --top-k-library")
+        function = ctypes.CDLL(str(library)).up_topk
+        p, n = ctypes.c_void_p, ctypes.c_int64
+        function.argtypes, function.restype = [p, p, p, p, n, n, n, ctypes.c_int, p], ctypes.c_int
+
+        def top_k(logits: Any, starts: Any, ends: Any, out: Any, rows: int, s0: int, s1: int, k: int) -> None:
+            stream = torch.cuda.current_stream().cuda_stream
+            code = function(*(t.data_ptr() for t in (logits, starts, ends, out)), rows, s0, s1, k, stream)
+            assert code == 0, code
+
+        self._logits, self._top_k = deep_gemm.fp8_fp4_mqa_logits, top_k
+
+    def logits(self, case: tuple[torch.Tensor, ...], lo: int, hi: int, longest: int) -> torch.Tensor:
+        q, k, scale, weights, ks, ke = case
+        return self._logits((q[lo:hi], None), (k, scale), weights[lo:hi], ks[lo:hi], ke[lo:hi], longest)
+
+    def run(self, case: tuple[torch.Tensor, ...], out: torch.Tensor, longest: int, rows: int) -> None:
+        """Score and select ``rows`` queries at a time."""
+        for lo in range(0, out.shape[0], rows):
+            hi = min(lo + rows, out.shape[0])
+            logits = self.logits(case, lo, hi, longest)
+            lengths = case[5][lo:hi] - case[4][lo:hi]
+            zeros = torch.zeros_like(lengths)
+            self._top_k(
+                logits, zeros, lengths, out[lo:hi], hi - lo, logits.stride(0), logits.stride(1), out.shape[1]
+            )
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Milliseconds of one call."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def medians(calls: dict[str, Callable[[], Any]], most: int, budget_s: float) -> tuple[dict[str, float], int]:
+    """Time the calls in turn, ``most`` times or until ``budget_s`` is spent, after one warm-up of each."""
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    begun, runs = time.monotonic(), 0
+    while runs < most and (runs == 0 or time.monotonic() - begun < budget_s):
+        for name, call in calls.items():
+            times[name].append(timed(call))
+        runs += 1
+    return {name: sorted(found)[len(found) // 2] for name, found in times.items()}, runs
+
+
+def deficit(up: Upstream, case: tuple[torch.Tensor, ...], ours: torch.Tensor, longest: int) -> float:
+    """Return how far the worst of ours lies below upstream's cut-off / max(1, |cut-off|), in sampled rows."""
+    worst = 0.0
+    queries = ours.shape[0]
+    for lo in sorted({0, queries // 2, max(0, queries - 16)}):
+        hi = min(lo + 16, queries)
+        logits = up.logits(case, lo, hi, longest)
+        lengths = (case[5][lo:hi] - case[4][lo:hi])[:, None]
+        inside = torch.arange(logits.shape[1], device=logits.device) < lengths
+        logits = torch.where(inside, logits, -torch.inf)
+        cut = logits.topk(min(K, logits.shape[1]), 1).values[:, -1]
+        ids = ours[lo:hi].long()
+        scores = logits.gather(1, ids.clamp(min=0))
+        lowest = torch.where(ids >= 0, scores, torch.inf).amin(1)
+        long = lengths[:, 0] > K
+        below = torch.where(long, (cut - lowest) / cut.abs().clamp(min=1), 0)
+        worst = max(worst, float(below.max()))
+    return worst
+
+
+def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Measure one shape and return its rows."""
+    from dsa.litetopk_cases import make
+    from vllm.dsa.litetopk import kernel, plan
+
+    heads, queries, keys, requests, distribution = shape
+    if requests == 1:
+        case = make(queries, keys, heads, distribution)
+        longest = keys
+    else:  # equal requests of queries / requests tokens, each with keys / requests keys
+        case = make(queries, keys, heads, distribution)
+        each, width = queries // requests, keys // requests
+        request = torch.arange(queries, device="cuda") // each
+        ks = (request * width).int()
+        ke = ks + width - each + (torch.arange(queries, device="cuda") % each).int() + 1
+        case, longest = (*case[:4], ks, torch.maximum(ks, ke.int())), width
+    out, theirs = (torch.full((queries, K), -1, dtype=torch.int32, device="cuda") for _ in range(2))
+    how = plan.plan(queries, longest, heads, K, torch.cuda.get_device_properties(0).multi_processor_count)
+    workspace = torch.empty(how.workspace, dtype=torch.uint8, device="cuda")
+
+    def ours() -> None:
+        kernel.litetopk(*case, out, plan=how, workspace=workspace)
+
+    rows = max(1, BUDGET // 4 // keys)
+    calls: dict[str, Callable[[], Any]] = {
+        "ours": ours,
+        "512MiB": lambda: up.run(case, theirs, longest, rows),
+    }
+    if queries > rows and queries * longest * 4 <= MATRIX_LIMIT:
+        calls["matrix"] = lambda: up.run(case, theirs, longest, queries)
+    found, runs = medians(calls, args.runs, args.seconds)
+    if "matrix" not in calls and queries <= rows:
+        found["matrix"] = found["512MiB"]  # the default budget already takes one slice
+    below = deficit(up, case, out, longest)
+    assert below <= 1e-3, f"{shape}: below upstream's cut-off by {below}"
+    name = f"H={heads} K={K} Q={queries} S={keys} B={requests}"
+    common = {"runs": runs, **args.about}
+    result = [
+        {
+            "case": f"{name} budget={budget} dist={distribution}",
+            "metric": "time",
+            "unit": "ms",
+            "baseline": found[budget],
+            "ours": found["ours"],
+            "ratio": found[budget] / found["ours"],
+            **common,
+        }
+        for budget in ("512MiB", "matrix")
+        if budget in found
+    ]
+    mib = how.workspace / 2**20
+    peak = {
+        "metric": "peak_MiB",
+        "unit": "MiB",
+        "baseline": min(queries, rows) * keys * 4 / 2**20,
+        "ours": mib,
+    }
+    result.append(
+        {
+            "case": f"{name} budget=512MiB dist={distribution}",
+            **peak,
+            "ratio": peak["baseline"] / mib,
+            **common,
+        }
+    )
+    lengths = (case[5] - case[4]).double().sum()
+    rate = float(lengths) * 2 * heads * 128 / found["ours"] / 1e9
+    print(
+        f"{name} {distribution}: "
+        + " ".join(f"{a} {b:.3f}" for a, b in found.items())
+        + f" ms, {rate:.0f} TFLOP/s, below cut-off {below:.1e}, runs {runs}",
+        flush=True,
+    )
+    return result
+
+
+def about(line: str) -> dict[str, Any]:
+    """Where and with what a row was measured."""
+    driver = subprocess.run(
+        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()[0]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "line": line,
+        "commit": commit.stdout.strip() or "unknown",
+        "driver": driver,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def store(path: Path, line: str, rows: list[dict[str, Any]]) -> None:
+    """Add the rows to the file; a row with the same case and metric is replaced."""
+    data: dict[str, Any] = {
+        "schema": 1,
+        "kind": "ratio",
+        "feature": "litetopk",
+        "line": line,
+        "card": "h200",
+        "rows": [],
+    }
+    if path.exists():
+        data = json.loads(path.read_text())
+    new = {(row["case"], row["metric"]) for row in rows}
+    kept = [row for row in data["rows"] if (row["case"], row["metric"]) not in new]
+    data["rows"] = kept + [{k: v for k, v in row.items() if k != "line"} for row in rows]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def shapes_of(name: str, count: int) -> list[Shape]:
+    """Return the shapes of a set; of the matrix those that fit, thinned out to about ``count``."""
+    if name != "matrix":
+        return {"table": TABLE, "small": SMALL, "distributions": DISTRIBUTIONS}[name]
+    fitting = [m for m in MATRIX if m[1] * m[2] <= 1 << 17 and m[1] * (m[0] + m[2]) <= 1 << 20]
+    step = max(1, len(fitting) // count)
+    return [(64, n * q, n * (h + q), n, "iid") for h, n, q in fitting[::step]]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--line", required=True)
+    parser.add_argument("--set", default="table", choices=("table", "small", "distributions", "matrix"))
+    parser.add_argument("--shapes", type=int, default=120, help="shapes of the matrix to take")
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--seconds", type=float, default=3.0, help="per shape; at least one run is made")
+    parser.add_argument("--limit", type=float, default=500.0, help="start no shape after so many seconds")
+    parser.add_argument("--upstream", type=Path)
+    parser.add_argument("--top-k-library", type=Path)
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    begun = time.monotonic()
+    out = args.out or ROOT / f"bench/results/litetopk/{args.line}-h200.json"
+    args.about = about(args.line)
+    up = Upstream(args.upstream, args.top_k_library)
+    rows: list[dict[str, Any]] = []
+    for shape in shapes_of(args.set, args.shapes):
+        if time.monotonic() - begun > args.limit:
+            print("time is up: the remaining shapes were not measured")
+            break
+        rows += measure(up, shape, args)
+        store(out, args.line, rows)
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

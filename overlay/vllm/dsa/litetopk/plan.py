@@ -1,0 +1,130 @@
+# SPDX-License-Identifier: Apache-2.0
+"""How the LiteTopK kernel takes a chunk, decided on the host from sizes alone: no torch, no device.
+
+One block of queries (256 query heads) is one unit of work. When the units do not fill the card evenly, the
+key ranges of the last ones are cut into parts, whose results a second kernel merges. Every rank that sees the
+same sizes makes the same plan.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+HEADS = (32, 64)
+DIM = 128
+#: Every K up to this runs if it is even; these are the ones that models use.
+TESTED_K = (512, 1008, 1024, 2048)
+MAX_K = 2048
+MAX_KEYS = 1 << 20
+
+_COLUMNS = 256  # query heads of one block
+_TILE = 64  # keys of one tile
+_CTAS_PER_MULTIPROCESSOR = {32: 2, 64: 3}  # as csrc/dsa/litetopk.cu
+_WARPS = {32: 8, 64: 4}
+_SEGMENT = {32: 768, 64: 1536}  # candidates of one warp and query between two cuts
+_CHECK_TILES = 16
+_FILL_TILES = 64
+# Costs in keys of one block: what a part costs beyond its keys, and one more part to merge.
+_PART_COST = 6000
+_MERGE_COST = 400
+_MIN_PART = 4096  # keys
+_MAX_PARTS = 128
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Arguments of ``dsa_litetopk`` that do not change the result, and the workspace that they need.
+
+    Attributes:
+        whole: blocks whose key range is not cut, counted in the order of work (the last queries first).
+        splits: parts of every other block's key range.
+        ctas: CTAs launched at most.
+        segment: candidates kept per warp and query between two cuts.
+        check_tiles: tiles between two checks.
+        fill_tiles: tiles that are kept whole before the first cut.
+        workspace: bytes. Does not grow with the number of queries times the number of keys.
+    """
+
+    whole: int
+    splits: int
+    ctas: int
+    segment: int
+    check_tiles: int
+    fill_tiles: int
+    workspace: int
+
+
+def unsupported(heads: int, dim: int, k: int) -> str:
+    """Return why the kernel does not take this indexer at all, '' if it does."""
+    if heads not in HEADS:
+        return f"{heads} index heads (the kernel has 32 and 64)"
+    if dim != DIM:
+        return f"index head dimension {dim} (the kernel has 128)"
+    if not 2 <= k <= MAX_K or k % 2:
+        return f"top-k of {k} (the kernel takes even numbers up to {MAX_K})"
+    return ""
+
+
+def plan(queries: int, keys: int, heads: int, k: int, multiprocessors: int) -> Plan:
+    """Plan one call.
+
+    Args:
+        queries: rows of q, at least 1.
+        keys: the longest row's number of keys (an estimate is enough: it affects speed only).
+        heads: 32 or 64.
+        k: top-k.
+        multiprocessors: of the card.
+
+    Raises:
+        ValueError: `unsupported` gives a reason, or a size is not positive.
+    """
+    reason = unsupported(heads, DIM, k)
+    if reason or queries < 1 or keys < 1 or multiprocessors < 1:
+        sizes = f"{queries} queries, {keys} keys, {multiprocessors} multiprocessors"
+        raise ValueError(f"litetopk: cannot plan: {reason or sizes}")
+    rows = _COLUMNS // heads
+    ctas = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
+    blocks = -(-queries // rows)
+    whole = blocks // ctas * ctas
+    splits = _parts(blocks - whole, keys, ctas)
+    if splits == 1:
+        whole = blocks
+    segment, check, fill = _SEGMENT[heads], _CHECK_TILES, _FILL_TILES
+    workspace = workspace_bytes(queries, heads, k, whole, splits, ctas, segment, fill)
+    return Plan(whole, splits, ctas, segment, check, fill, workspace)
+
+
+def _parts(blocks: int, keys: int, ctas: int) -> int:
+    """Return into how many parts the ranges of the ``blocks`` that do not fill the card are best cut."""
+    if blocks == 0:
+        return 1
+    most = max(1, min(_MAX_PARTS, keys // _MIN_PART, 2 * ctas // blocks))
+
+    def cost(parts: int) -> float:
+        waves = -(-blocks * parts // ctas)
+        return waves * (keys / parts + _PART_COST) + (_MERGE_COST * parts if parts > 1 else 0)
+
+    return min(range(1, most + 1), key=cost)
+
+
+def workspace_bytes(
+    queries: int, heads: int, k: int, whole: int, splits: int, ctas: int, segment: int, fill_tiles: int
+) -> int:
+    """Return the workspace of one call in bytes; the same number as ``dsa_litetopk_workspace_bytes``."""
+    rows = _COLUMNS // heads
+    slots = max(fill_tiles * _TILE, k + _WARPS[heads] * segment)
+    blocks = -(-queries // rows)
+    merged = min(queries, max(0, blocks - whole) * rows) if splits > 1 else 0
+    return 256 + _aligned(ctas * rows * slots * 8) + _aligned(merged * splits * k * 8)
+
+
+def most_workspace(heads: int, k: int, multiprocessors: int) -> int:
+    """Return an upper bound of the workspace of any call with these heads and k, in bytes."""
+    rows = _COLUMNS // heads
+    ctas = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
+    lists = workspace_bytes(1, heads, k, 1, 1, ctas, _SEGMENT[heads], _FILL_TILES)
+    return lists + _aligned(2 * ctas * rows * k * 8)  # _parts cuts into no more than 2 * ctas parts in all
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 256) * 256
