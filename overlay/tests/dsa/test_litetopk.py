@@ -99,3 +99,9 @@ def test_supported_indexers() -> None:
 def test_a_plan_of_nothing_is_an_error(sizes: tuple[int, int, int]) -> None:
     with pytest.raises(ValueError, match="cannot plan"):
         plan.plan(*sizes, 2048, 132)
+
+
+def test_worthwhile_is_what_was_measured() -> None:
+    assert plan.worthwhile(8, 1 << 17) and not plan.worthwhile(8, (1 << 17) - 1)
+    assert plan.worthwhile(512, 1 << 20) and not plan.worthwhile(512, 1 << 19)
+    assert plan.worthwhile(8192, 1 << 18) and not plan.worthwhile(8192, 1 << 17)

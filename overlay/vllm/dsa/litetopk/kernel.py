@@ -35,9 +35,9 @@ def litetopk(
     plan: planning.Plan | None = None,
     workspace: torch.Tensor | None = None,
 ) -> None:
-    """Write each query's ``out.shape[1]`` best positions, as `reference.top_positions` defines them.
+    """Write each query's ``out.shape[1]`` best positions, as `reference.top_positions` has them.
 
-    The scores are the kernel's own, in float32: ``k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j])``.
+    The scores are its own, in float32: ``k_scale[j] * sum_h weights[i, h] * max(0, q[i, h] . k[j])``.
     The ids of a row come in an order that only the inputs and the plan decide. Nothing waits for the device,
     nothing is allocated if ``workspace`` is given, and the call can be captured into a graph.
 

@@ -41,7 +41,7 @@ def indexer_scores(
 def top_positions(scores: torch.Tensor, ks: torch.Tensor, ke: torch.Tensor, k: int) -> torch.Tensor:
     """Return the positions, relative to ``ks``, of each row's ``k`` best scores in ``[ks, ke)``.
 
-    Equal scores prefer the lower position, -0 equals +0, and NaN counts as -infinity, so the result is unique.
+    Equal scores prefer the lower position, -0 equals +0, and NaN counts as -infinity, so there is one result.
     Rows with at most ``k`` columns list all of them, and a row's list ends with -1 up to ``k``.
 
     Args:
