@@ -152,6 +152,17 @@ def test_no_fuzz(patched: Project) -> None:
     assert "does not apply" in patched.series("apply", "0.9.0", code=1).err
 
 
+def test_no_three_way_merge(two: Project) -> None:
+    """The blobs that a 3-way merge needs are in the store, and it would succeed; strict git am must refuse."""
+    from conftest import FILES
+
+    envs = FILES["vllm/envs.py"].replace("size = 1", "size = 9")
+    two.write_pin(make_sdist(two.files, files={**FILES, "vllm/envs.py": envs}))
+    two.fetch()
+    two.lock_import()
+    assert "change-forward.patch (patch 1 of 2) does not apply" in two.series("apply", "0.9.0", code=1).err
+
+
 def test_before_stops_at_a_patch_and_is_partial(patched: Project) -> None:
     patched.series("apply", "0.9.0", "--before", "nope.patch", code=2)
     patched.series("apply", "0.9.0", "--before", "change-forward.patch")
