@@ -28,6 +28,10 @@ find_python() {
     return 1
 }
 
+# Python 3.11 reads the paths of an environment in the locale's encoding: LC_ALL=C would fail in a folder with
+# letters outside of ASCII.
+case "${LC_ALL:-}" in C | POSIX) export LC_ALL=C.UTF-8 ;; esac
+
 # uv and httpx bring certificates of their own; a machine behind a proxy that re-signs has the right ones here.
 if [ -z "${SSL_CERT_FILE:-}" ] && [ -r /etc/ssl/certs/ca-certificates.crt ]; then
     export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt

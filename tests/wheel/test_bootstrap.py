@@ -130,6 +130,14 @@ def test_activated_environment_and_bare_machine(root: Path) -> None:
     assert done.stdout.splitlines()[1] == f"{root}/.venv/bin/python"  # PATH itself is left alone
 
 
+@pytest.mark.parametrize("locale", ["C", "POSIX"])
+def test_ascii_locale_cannot_break_a_folder_with_other_letters(root: Path, locale: str) -> None:
+    shell = f'. {root}/scripts/lib/env.sh; echo "$LC_ALL"'
+    env = {"HOME": "/root", "LC_ALL": locale, "PATH": f"{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin"}
+    done = subprocess.run(["bash", "-c", shell], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "C.UTF-8\n"), done.stderr
+
+
 def test_lock_names_only_pypi(root: Path) -> None:
     hosts = set()
     lock = tomllib.loads((root / "uv.lock").read_text())
@@ -154,7 +162,7 @@ def _small_checkout(root: Path, target: Path) -> Path:
 @pytest.mark.slow
 def test_concurrent_then_interrupted_then_warm(root: Path, tmp_path: Path) -> None:
     """Real uv and index: two runs at once, a run after one that died while writing, a no-op."""
-    checkout = _small_checkout(root, tmp_path / "c")
+    checkout = _small_checkout(root, tmp_path / "c ü")
     command = [sys.executable, "-I", str(checkout / "scripts/lib/bootstrap.py")]
     env = {**os.environ, "HOME": str(tmp_path / "home")}
     (tmp_path / "home").mkdir()
