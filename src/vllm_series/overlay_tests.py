@@ -168,7 +168,7 @@ def _pytest(python: Path, tree: Path, *arguments: str) -> tuple[dict[str, str], 
     """Return the outcome of each node, and what went wrong beside failing tests ('' if nothing)."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "junit.xml"
-        options = ("-q", "-p", "no:cacheprovider", "--timeout=300", f"--junitxml={report}")
+        options = ("-q", "-p", "no:cacheprovider", "--timeout=600", f"--junitxml={report}")
         done = subprocess.run(
             [str(python), "-m", "pytest", *options, *arguments],
             cwd=tree,
