@@ -21,32 +21,33 @@ from vllm_series.workspace import Workspace
 RELEASES = ("0.28.0", "0.29.0", "0.30.0", "0.31.0", "0.32.0", "0.33.0")
 RESULTS = Path("bench/results/rebase/pairs.json")
 PAGE = Path("docs/rebase.md")
+SCRATCH = Path("tests/rebase/scratch")
 BEGIN, END = "<!-- begin: series rebase --table -->", "<!-- end: series rebase --table -->"
 
 
 def measure(ws: Workspace, releases: Sequence[str] = RELEASES) -> dict[str, Any]:
-    """Carry the oldest line forwards and the newest backwards, release by release and in one jump."""
-    first, last = releases[0], releases[-1]
+    """Carry the oldest line forwards and the newest backwards, release by release and in one jump.
+
+    The scratch patches of the tests go forwards as well: they hook what upstream moves, renames and removes.
+    """
+    oldest, newest = releases[0], releases[-1]
+    runs: list[tuple[str, list[str], list[Step]]] = [
+        (f"Line {oldest}, forwards", list(releases), trial.steps_of(ws, oldest)),
+        (f"Line {newest}, backwards", list(reversed(releases)), trial.steps_of(ws, newest)),
+    ]
+    if (ws.root / SCRATCH / "series").is_file():
+        steps = trial.steps_in(ws, oldest, ws.root / SCRATCH)
+        runs.append((f"Scratch patches on {oldest}, forwards", list(releases), steps))
     chains = []
-    for way, order in (("forwards", list(releases)), ("backwards", list(reversed(releases)))):
-        line = order[0]
-        chains.append(
-            {"line": line, "way": way, "pairs": chain(ws, order), "jump": jump(ws, line, order[-1])}
-        )
-        say(f"line {line} {way}: done")
+    for title, order, steps in runs:
+        chains.append({"title": title, "pairs": chain(ws, order, steps), "jump": jump(ws, order, steps)})
+        say(f"{title}: done")
     git = Git(ws.root).out("--version").split(" ")[2]
-    return {
-        "schema": 1,
-        "releases": [first, last],
-        "machine": platform.machine(),
-        "git": git,
-        "chains": chains,
-    }
+    return {"schema": 1, "machine": platform.machine(), "git": git, "chains": chains}
 
 
-def chain(ws: Workspace, order: Sequence[str]) -> list[dict[str, Any]]:
+def chain(ws: Workspace, order: Sequence[str], steps: Sequence[Step]) -> list[dict[str, Any]]:
     """Go from release to release; a patch that needs an edit ends where it does, the others go on."""
-    steps: Sequence[Step] = trial.steps_of(ws, order[0])
     rows = []
     for one, other in itertools.pairwise(order):
         done = trial.run(ws, steps, upstream.of_version(ws, one), upstream.of_version(ws, other))
@@ -55,8 +56,8 @@ def chain(ws: Workspace, order: Sequence[str]) -> list[dict[str, Any]]:
     return rows
 
 
-def jump(ws: Workspace, line: str, to: str) -> dict[str, Any]:
-    done = trial.run(ws, trial.steps_of(ws, line), upstream.of_line(ws, line), upstream.of_version(ws, to))
+def jump(ws: Workspace, order: Sequence[str], steps: Sequence[Step]) -> dict[str, Any]:
+    done = trial.run(ws, steps, upstream.of_line(ws, order[0]), upstream.of_version(ws, order[-1]))
     return _row(done.report)
 
 
@@ -105,7 +106,7 @@ def markdown(data: dict[str, Any]) -> str:
     rows = []
     for one in data["chains"]:
         pairs = [*one["pairs"], one["jump"]]
-        rows += ["", f"Line {one['line']}, {one['way']}:", ""]
+        rows += ["", f"{one['title']}:", ""]
         rows.append("| patch | " + " | ".join(f"{p['from']} -> {p['to']}" for p in pairs) + " |")
         rows.append("|---" * (len(pairs) + 1) + "|")
         for name in one["pairs"][0]["patches"]:

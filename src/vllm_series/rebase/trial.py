@@ -6,6 +6,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from vllm_series import export, importer, series, stack
 from vllm_series.git import Git
@@ -30,10 +31,26 @@ class Trial:
 def steps_of(ws: Workspace, line: str) -> list[Step]:
     """Return the line's patches with their commits; makes sure that all their blobs are in the object
     store."""
-    pin = load_pin(ws, line)
-    made = stack.current(ws, pin)
+    made = stack.current(ws, load_pin(ws, line))
+    return _steps(made, series.load(ws, line))
+
+
+def steps_in(ws: Workspace, line: str, folder: Path) -> list[Step]:
+    """Return patches that do not belong to the line, from a folder with a ``series`` file, on its upstream.
+
+    Raises:
+        CheckFailed: one does not apply.
+    """
+    rows = [row.strip() for row in (folder / "series").read_text(encoding="utf-8").splitlines()]
+    names = [row for row in rows if row and not row.startswith("#")]
+    patches = [series.parse(name, (folder / name).read_bytes()) for name in names]
+    made = stack.build(ws, load_pin(ws, line), patches, {}, name=f"steps-{line}", complete=False)
+    return _steps(made, patches)
+
+
+def _steps(made: stack.Stack, patches: Sequence[series.Patch]) -> list[Step]:
     found, before = [], made.base
-    for patch, (_, commit) in zip(series.load(ws, line), made.commits, strict=True):
+    for patch, (_, commit) in zip(patches, made.commits, strict=True):
         found.append(Step(patch, before, commit))
         before = commit
     return found
