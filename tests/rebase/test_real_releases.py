@@ -113,9 +113,8 @@ def test_a_new_line_with_every_decision(lab: Lab) -> None:
     assert rows["registry-entry.patch"] == "resolved" and rows["indexer-op.patch"] == "adopted"
     assert rows["layernorm-import.patch"] == "recorded in upstreamed.toml"
     there = {path.name for path in (lab.root / "patches/0.29.0").glob("*.patch")}
-    assert there == {f"{name}.patch" for name in (
-        "indexer-forward", "indexer-op", "prefill-chunks", "registry-entry", "env-neighbour", "batch-invariant",
-    )}  # fmt: skip
+    kept = {name for name, decision in rows.items() if decision in {"adopted", "accepted", "resolved"}}
+    assert there == kept and len(kept) == 6
     checked = lab.run("verify", "0.29.0", "--json").json["lines"]["0.29.0"]
     failed = {step["name"] for step in checked if not step["ok"]}
     assert failed == {"live"}, checked  # the accepted UNREACHED patch stays visible as what it is

@@ -29,6 +29,9 @@ CASES: dict[str, tuple[dict[str, str], dict[str, str], str, str]] = {
     "upstreamed-elsewhere-changed": (
         changed(IDX, "    return best\n", "    return best[:]\n", HOOK),
         {}, "UPSTREAMED", "nothing left to change"),
+    "upstreamed-and-neighbour-changed": (
+        changed(IDX, "    best.reverse()\n", "    best = best[::-1]\n", HOOK),
+        {}, "UPSTREAMED", "in other surroundings"),
     "drop-when-version": (dict(FILES), {"drop": "vllm>=1.1"}, "UPSTREAMED", "Drop-When: vllm>=1.1"),
     "drop-when-later": (dict(FILES), {"drop": "vllm>=1.2"}, "CLEAN", ""),
     "drop-when-probe": (

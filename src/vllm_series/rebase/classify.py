@@ -134,6 +134,9 @@ def _fit(tree: Git, head: str, step: Step, keep_conflict: bool) -> _Fit:
             if now == head or tree.tree_of(now) == tree.tree_of(head):
                 return _Fit(State.UPSTREAMED, detail="a 3-way merge finds nothing left to change")
             return _Fit(State.MERGED, now, "its context changed: " + _first_error(forward.stderr))
+        if _elsewhere(tree, head, step):
+            reset(tree, head)
+            return _Fit(State.UPSTREAMED, detail="all its lines are there already, in other surroundings")
         clash = tree.paths("diff", "-z", "--name-only", "--diff-filter=U")
         if keep_conflict and clash:
             tree.run("am", "--quit")
@@ -153,6 +156,16 @@ def _present(tree: Git, head: str, step: Step, mail: Path) -> bool:
         return old.run("apply", "--cached", "--check", "-R", str(mail), check=False).returncode != 0
 
 
+def _elsewhere(tree: Git, head: str, step: Step) -> bool:
+    """Say whether all that the patch adds is in its files on ``head``, and all that it removes is gone."""
+
+    def text(commit: str, path: str) -> str:
+        return (tree.blob(commit, path) or b"").decode("utf-8", "surrogateescape")
+
+    diff = effects.diff_between(tree, step.before, step.after)
+    return effects.is_present(diff, lambda path: text(step.before, path), lambda path: text(head, path))
+
+
 def _first_error(said: bytes) -> str:
     rows = [
         row.removeprefix("error: ")
@@ -165,7 +178,7 @@ def _first_error(said: bytes) -> str:
 
 def _conflict(clash: list[str], am: bytes, strict: bytes) -> str:
     if clash:
-        return "both sides changed the same lines of " + ", ".join(clash)
+        return "in " + ", ".join(clash)
     return _first_error(am) if b"error: " in am else _first_error(strict)
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
-from unidiff.patch import PatchSet
+from unidiff.patch import PatchedFile, PatchSet
 
 from vllm_series.git import Git
 
@@ -34,7 +35,7 @@ def of_diff(diff: bytes, names: Mapping[str, str] | None = None) -> Effect:
     """Read a diff; ``names`` translates old paths to the ones that it is compared under."""
     net: Counter[tuple[str, str]] = Counter()
     hunks, paths = 0, set[str]()
-    for file in PatchSet(diff.decode("utf-8", "surrogateescape")):
+    for file in PatchSet(_text(diff)):
         path = (names or {}).get(file.path, file.path)
         paths.add(path)
         hunks += len(file)
@@ -44,6 +45,31 @@ def of_diff(diff: bytes, names: Mapping[str, str] | None = None) -> Effect:
                     net[path, row.value.rstrip("\n")] += 1 if row.is_added else -1
     lines = Counter({(path, "+" if n > 0 else "-", text): abs(n) for (path, text), n in net.items() if n})
     return Effect(lines, hunks, frozenset(paths))
+
+
+def is_present(diff: bytes, old: Callable[[str], str], new: Callable[[str], str]) -> bool:
+    """Say whether a release has a change in other surroundings: every run of added lines is there and was
+    not before, every run of removed lines is gone. ``old`` and ``new`` give a file's text before the patch
+    and in the release.
+    """
+    runs = [(file.path, sign, text) for file in PatchSet(_text(diff)) for sign, text in _runs(file)]
+    for path, sign, text in runs:
+        before, now = f"\n{text}" in f"\n{old(path)}", f"\n{text}" in f"\n{new(path)}"
+        if (before, now) != ((False, True) if sign == "+" else (True, False)):
+            return False
+    return bool(runs)
+
+
+def _runs(file: PatchedFile) -> Iterator[tuple[str, str]]:
+    """Yield ``(+ or -, text)`` for each run of added or removed lines."""
+    for hunk in file:
+        for sign, rows in itertools.groupby(hunk, key=lambda row: row.line_type):
+            if sign in {"+", "-"}:
+                yield sign, "".join(row.value for row in rows)
+
+
+def _text(diff: bytes) -> str:
+    return diff.decode("utf-8", "surrogateescape")
 
 
 def of_commit(git: Git, before: str, after: str) -> Effect:
