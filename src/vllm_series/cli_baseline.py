@@ -47,9 +47,11 @@ _budget = click.option(
 _jobs = click.option(
     "--jobs", type=int, default=min(2, os.cpu_count() or 1), show_default=True, help="Files at a time."
 )
-_test_s = click.option("--test-seconds", type=float, default=60, show_default=True, help="Limit of one test.")
+_test_s = click.option(
+    "--test-seconds", type=float, default=120, show_default=True, help="Limit of one test."
+)
 _file_s = click.option(
-    "--file-seconds", type=float, default=240, show_default=True, help="Limit of one file."
+    "--file-seconds", type=float, default=300, show_default=True, help="Limit of one file."
 )
 _isolation = click.option(
     "--isolation", type=click.Choice(["fork", "fresh"]), default="fork", show_default=True,
