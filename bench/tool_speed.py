@@ -10,10 +10,13 @@ import argparse
 import datetime
 import json
 import os
+import resource
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vllm_series.files import write_atomic
@@ -23,27 +26,40 @@ from vllm_series.workspace import Workspace
 LINES = ("0.33.0", "0.28.0")
 
 
-def timed(command: list[str], runs: int) -> list[float]:
-    """Wall seconds of each run."""
-    seconds = []
+Sample = tuple[float, float]  # wall seconds, processor seconds
+
+
+def cpu() -> float:
+    """Processor seconds of this process and its ended children."""
+    both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(one.ru_utime + one.ru_stime for one in both)
+
+
+@contextmanager
+def measured(samples: list[Sample]) -> Iterator[None]:
+    """Append wall and processor seconds of the block to ``samples``."""
+    wall, used = time.monotonic(), cpu()
+    yield
+    samples.append((time.monotonic() - wall, cpu() - used))
+
+
+def timed(command: list[str], runs: int) -> list[Sample]:
+    """Samples of a command."""
+    samples: list[Sample] = []
     for _ in range(runs):
-        start = time.monotonic()
-        subprocess.run(command, check=True, capture_output=True)
-        seconds.append(time.monotonic() - start)
-    return seconds
+        with measured(samples):
+            subprocess.run(command, check=True, capture_output=True)
+    return samples
 
 
-def repacks(ws: Workspace, line: str, runs: int) -> list[float]:
-    """Seconds of writing the whole wheel, comparison with the source included, without the kernels' build."""
+def repacks(ws: Workspace, line: str, runs: int) -> list[Sample]:
+    """Samples of writing the whole wheel, comparison with the source included, without the kernels' build."""
     recipe = gather.gather(ws, line, "x86_64", with_kernels=False)
-    seconds = []
-    for number in range(runs + 1):
-        start = time.monotonic()
-        with repack.written(ws.work / "speed" / str(recipe.name), recipe):
-            seconds.append(time.monotonic() - start)
-        if number == 0:
-            seconds.clear()  # the first run reads the wheel from disk
-    return seconds
+    samples: list[Sample] = []
+    for _ in range(runs + 1):
+        with measured(samples), repack.written(ws.work / "speed" / str(recipe.name), recipe):
+            pass
+    return samples[1:]  # the first run reads the wheel from disk
 
 
 def main() -> int:
@@ -54,22 +70,25 @@ def main() -> int:
     series = [sys.executable, "-m", "vllm_series.cli", "--root", str(ws.root)]
     rows = []
 
-    def add(case: str, seconds: list[float]) -> None:
-        rows.append(
-            {"case": case, "metric": "wall", "unit": "s", "median": round(statistics.median(seconds), 2),
-             "worst": round(max(seconds), 2), "runs": len(seconds)}
-        )  # fmt: skip
-        print(f"{case:40} {rows[-1]['median']:6.2f} s  (worst {rows[-1]['worst']:.2f})", flush=True)
+    def add(case: str, samples: list[Sample]) -> None:
+        for number, metric in enumerate(("wall", "processor")):
+            seconds = [sample[number] for sample in samples]
+            median, worst = round(statistics.median(seconds), 2), round(max(seconds), 2)
+            rows.append(
+                {"case": case, "metric": metric, "unit": "s", "median": median, "worst": worst,
+                 "runs": len(seconds), "load": round(os.getloadavg()[0], 1)}
+            )  # fmt: skip
+            print(f"{case:32} {metric:9} {median:6.2f} s  (worst {worst:.2f})", flush=True)
 
     for line in LINES:
         subprocess.run([*series, "apply", line], check=True)
         touched = ws.build(line) / "vllm" / "envs.py"
-        seconds = []
+        samples: list[Sample] = []
         for _ in range(runs):  # a deleted tree: everything but the import is done again
             subprocess.run(["rm", "-rf", str(ws.build(line))], check=True)
-            seconds += timed([*series, "apply", line], 1)
+            samples += timed([*series, "apply", line], 1)
         assert touched.is_file()
-        add(f"apply line={line} tree=absent", seconds)
+        add(f"apply line={line} tree=absent", samples)
         add(f"apply line={line} tree=applied", timed([*series, "apply", line], runs))
         add(f"repack line={line}", repacks(ws, line, runs))
     add("verify lines=all", timed([*series, "verify"], max(runs - 2, 1)))
@@ -84,8 +103,7 @@ def main() -> int:
         "commit": commit,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "rows": rows,
-        "notes": "warm: downloads cached, sources imported; load average at the end "
-        + f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores",
+        "notes": "warm: downloads cached, sources imported; load: processes that wanted a core then",
     }
     write_atomic(ws.root / "bench/results/tool/speed.json", json.dumps(result, indent=1) + "\n")
     return 0
