@@ -14,7 +14,7 @@ import torch
 import vllm
 from vllm.dsa import counters, features
 from vllm.dsa.features import State
-from vllm.dsa.fused_q.feature import FEATURE
+from vllm.dsa.fused_q.feature import FEATURE, hooked
 
 TREE = Path(vllm.__file__).parents[1]
 KERNELS = "vllm.models.deepseek_v32.common.kernels"
@@ -168,6 +168,14 @@ def test_shapes_that_are_not_covered_decline_with_the_reason(launch, odd: dict, 
     assert status.state is State.DECLINED and said in status.reason
 
 
+def test_a_line_without_the_hook_does_not_claim_the_feature(tmp_path: Path):
+    assert hooked() is HOOKED
+    assert not hooked(tmp_path / "kernels.py")
+    if not HOOKED:
+        assert str(features.status(FEATURE)) == "unavailable (this line does not call it)"
+
+
+@needs_hook
 def test_off_says_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_DSA_FUSED_Q", "off")
     assert str(features.status(FEATURE)) == "off (VLLM_DSA_FUSED_Q=off)"
