@@ -6,7 +6,7 @@ import re
 import shutil
 
 import pytest
-from core_lab import MESSAGE, TRAILERS, Project, make_sdist
+from core_lab import FILES, MESSAGE, TRAILERS, Project, make_sdist
 
 from vllm_series import importer
 from vllm_series.git import Git
@@ -154,8 +154,6 @@ def test_no_fuzz(patched: Project) -> None:
 
 def test_no_three_way_merge(two: Project) -> None:
     """The blobs that a 3-way merge needs are in the store, and it would succeed; strict git am must refuse."""
-    from conftest import FILES
-
     envs = FILES["vllm/envs.py"].replace("size = 1", "size = 9")
     two.write_pin(make_sdist(two.files, files={**FILES, "vllm/envs.py": envs}))
     two.fetch()
@@ -235,8 +233,6 @@ def test_changed_result_is_an_integrity_error(patched: Project) -> None:
 
 
 def test_new_pin_of_the_line_moves_the_tree(patched: Project) -> None:
-    from core_lab import FILES
-
     text = FILES["README.md"] + "more\n"
     patched.write_pin(make_sdist(patched.files, files={**FILES, "README.md": text}))
     patched.fetch()
