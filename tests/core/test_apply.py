@@ -153,7 +153,7 @@ def test_no_fuzz(patched: Project) -> None:
 
 
 def test_no_three_way_merge(two: Project) -> None:
-    """The blobs that a 3-way merge needs are in the store, and it would succeed; strict git am must refuse."""
+    """A 3-way merge has the blobs that it needs and would succeed; strict git am must refuse."""
     envs = FILES["vllm/envs.py"].replace("size = 1", "size = 9")
     two.write_pin(make_sdist(two.files, files={**FILES, "vllm/envs.py": envs}))
     two.fetch()
