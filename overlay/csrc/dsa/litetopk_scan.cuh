@@ -1,0 +1,459 @@
+// The device side of dsa_litetopk (litetopk.cu explains it): one CTA's scan of its blocks, and the merge of cut ranges.
+#pragma once
+
+#include <cuda.h>
+
+#include "common.cuh"
+#include "litetopk_ptx.cuh"
+#include "litetopk_select.cuh"
+
+namespace dsa {
+namespace litetopk {
+
+constexpr int kDim = 128;      // bytes of one e4m3 key or query head
+constexpr int kTile = 64;      // keys per tile
+constexpr int kColumns = 256;  // (query, head) pairs per block
+constexpr int kRing = 3;       // tiles in flight
+constexpr int kMaxRows = 8;
+constexpr int kMergeThreads = 512;
+constexpr int kWeightPad = 36;  // floats per (chunk, lane) group of 32 weights: four lanes read four groups without bank conflicts
+
+// Chosen by measurement. Groups: warpgroups per CTA. More CTAs per multiprocessor keep the tensor cores busy while one of them selects;
+// weights in registers (168 per thread) save shared-memory bandwidth, weights in shared memory (128) allow one warpgroup more.
+template <int kHeads>
+struct Config {
+  static constexpr int kGroups = kHeads == 64 ? 1 : 2;
+  static constexpr int kCtasPerSm = kHeads == 64 ? 3 : 2;
+  static constexpr bool kRegisterWeights = kHeads == 64;
+  static constexpr int kRows = kColumns / kHeads;  // queries per block
+  static constexpr int kWarps = 4 * kGroups;
+  static constexpr int kThreads = 32 * kWarps;
+};
+
+struct Params {
+  const uint8_t* q;
+  int64_t q_stride;  // bytes
+  const float* weights;
+  int64_t weights_stride;  // elements
+  const int32_t* ks;
+  const int32_t* ke;
+  int32_t* out;
+  int64_t out_stride;  // elements
+  float* dense;        // [queries, keys] scores, debugging only
+  uint64_t* lists;     // [grid, kRows, capacity]
+  uint64_t* parts;     // [queries with cut ranges, splits, k]
+  unsigned* counter;
+  int queries, keys, k, whole, splits, items;
+  int capacity, segment, limit, check_tiles, fill_tiles;
+};
+
+struct Item {
+  int first_query;  // -1: no more work
+  int split, splits;
+  int base;              // column of tile 0
+  int begin, end;        // this item's tiles
+  int max_ks, min_ke;    // over active rows: tiles in between need no range checks
+  int active;            // bit per row with more than k keys
+  int ks[kMaxRows], ke[kMaxRows];
+};
+
+template <int kGroups>
+struct __align__(1024) Shared {
+  uint8_t q[kColumns * kDim];
+  uint8_t keys[kGroups * kRing][kTile * kDim];
+  float scales[kGroups * kRing][kTile];
+  float weights[2][4][kWeightPad];
+  int hist[4 * kGroups][select::kBins];
+  select::Scratch scratch[4 * kGroups];
+  float gate[kMaxRows];
+  int kept[kMaxRows];                // keys at the head of a row's list
+  int count[kMaxRows][4 * kGroups];  // keys in the warps' segments behind it
+  Item item[3];
+  uint64_t full[kGroups * kRing], empty[kGroups * kRing];
+};
+
+template <int kHeads>
+__device__ __forceinline__ void load_item(const Params& p, Item& item, int lane, bool initial) {
+  constexpr int kRows = kColumns / kHeads;
+  unsigned next = blockIdx.x;
+  if (!initial) {
+    if (lane == 0) next = gridDim.x + atomicAdd(p.counter, 1u);
+    next = __shfl_sync(~0u, next, 0);
+  }
+  if (next >= static_cast<unsigned>(p.items)) {
+    if (lane == 0) item.first_query = -1;
+    return;
+  }
+  const int index = static_cast<int>(next);
+  const int blocks = (p.queries + kRows - 1) / kRows;
+  const bool whole = index < p.whole;
+  const int splits = whole ? 1 : p.splits;
+  const int split = whole ? 0 : (index - p.whole) % splits;
+  const int block = whole ? index : p.whole + (index - p.whole) / splits;
+  const int first = (blocks - 1 - block) * kRows;  // late queries have the longest ranges
+  int ks = 0, ke = 0;
+  if (lane < kRows && first + lane < p.queries) {
+    ks = min(max(p.ks[first + lane], 0), p.keys);
+    ke = min(max(p.ke[first + lane], ks), p.keys);
+  }
+  const bool active = ke - ks > p.k;
+  const int mask = static_cast<int>(__ballot_sync(~0u, active));
+  // The copy of the scales traps unless it starts at a multiple of 16 bytes.
+  const int base = mask ? __reduce_min_sync(~0u, active ? ks : INT32_MAX) / 4 * 4 : 0;
+  const int max_ks = __reduce_max_sync(~0u, active ? ks : 0);
+  const int min_ke = __reduce_min_sync(~0u, active ? ke : INT32_MAX);
+  const int last = __reduce_max_sync(~0u, active ? ke : 0);
+  const int tiles = mask ? (last - base + kTile - 1) / kTile : 0;
+  const int per_split = (tiles + splits - 1) / splits;
+  if (lane < kRows) {
+    item.ks[lane] = ks;
+    item.ke[lane] = ke;
+  }
+  if (lane == 0) {
+    item.first_query = first;
+    item.split = split;
+    item.splits = splits;
+    item.base = base;
+    item.begin = min(tiles, split * per_split);
+    item.end = min(tiles, item.begin + per_split);
+    item.max_ks = max_ks;
+    item.min_ke = min_ke;
+    item.active = mask;
+  }
+}
+
+// The i-th tile of an item in scan order: the newest `fill` ones first, then from the oldest on.
+__device__ __forceinline__ int tile_at(int begin, int end, int fill, int i) {
+  return i < fill ? end - fill + i : begin + i - fill;
+}
+
+// Queries into shared memory: row n of the N side is the head 2 * (n % 128 / 8) + n % 2 (+ 32 in the second half when heads = 64) of the
+// query n % 8 / 2 (+ 4 in the second half when heads = 32), in the 128-byte swizzle.
+template <int kHeads, typename Shared>
+__device__ __forceinline__ void load_queries(const Params& p, Shared& s, int first, int thread) {
+  constexpr int kThreads = Config<kHeads>::kThreads;
+#pragma unroll 4
+  for (int u = 0; u < kColumns * 8 / kThreads; ++u) {
+    const int i = u * kThreads + thread;
+    const int n = i / 8, piece = i % 8;
+    const int half = n / 128;
+    const int head = 2 * (n % 128 / 8) + n % 2 + (kHeads == 64 ? 32 * half : 0);
+    const int query = first + n % 8 / 2 + (kHeads == 32 ? 4 * half : 0);
+    uint4 v = make_uint4(0, 0, 0, 0);
+    if (query < p.queries)
+      v = __ldg(reinterpret_cast<const uint4*>(p.q + query * p.q_stride + head * kDim + piece * 16));
+    *reinterpret_cast<uint4*>(s.q + n * kDim + ((piece ^ (n % 8)) * 16)) = v;
+  }
+  for (int i = thread; i < kColumns; i += kThreads) {
+    const int half = i / 128, lane = i / 32 % 4, h = i % 32;
+    const int head = h + (kHeads == 64 ? 32 * half : 0);
+    const int query = first + lane + (kHeads == 32 ? 4 * half : 0);
+    s.weights[half][lane][h] = query < p.queries ? __ldg(p.weights + query * p.weights_stride + head) : 0.0f;
+  }
+  ptx::fence_async_proxy();
+}
+
+// Takes the k best of a row's list. One warp. Before the item's end they become the list's head and set the gate; at its end they are
+// written as positions, or as keys for the merge of the parts.
+template <int kGroups>
+__device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, const Item& item, uint64_t* list, int row, int whole,
+                                          int next, int warp, int lane) {
+  const select::Segments<4 * kGroups> source{list, whole ? whole : s.kept[row], p.k, p.segment, whole ? nullptr : s.count[row]};
+  const select::Boundary b = select::find_boundary<32>(source, p.k, s.hist[warp], &s.scratch[warp], lane);
+  const int64_t query = item.first_query + row;
+  const int ks = item.ks[row];
+  int32_t* out = p.out + query * p.out_stride;
+  uint64_t* keys = next >= 0 ? list : p.parts + (query * p.splits + item.split) * p.k;
+  const bool positions = next < 0 && item.splits == 1;
+  uint64_t bound =
+      select::take_largest<32>(source, b, s.hist[warp], &s.scratch[warp], lane, [&](uint64_t key, int slot) {
+        if (positions) out[slot] = select::key_position(key) - ks;
+        else __stcg(keys + slot, key);
+      });
+  if (next >= 0) {
+    if (b.valid < p.k) bound = 0;
+    if (lane == 0) {
+      s.gate[row] = select::gate_of(bound, select::key_position(bound) < next);
+      s.kept[row] = min(b.valid, p.k);
+    }
+  } else if (!positions) {
+    for (int i = min(b.valid, p.k) + lane; i < p.k; i += 32) keys[i] = 0;
+  }
+}
+
+// sum * scale with -0 turned into +0 and NaN into -inf, so that comparing scores and comparing their keys is the same.
+__device__ __forceinline__ float finish_score(float sum, float scale) {
+  return fmaxf(__fmaf_rn(sum, scale, 0.0f), -INFINITY);
+}
+
+// One warpgroup's ring of key tiles; its first thread fetches.
+struct Ring {
+  int first;                // stage of slot 0
+  int slot = 0, phase = 0;  // next tile to consume
+  int fill_slot = 0, fill_phase = 1;
+
+  // Waits for the next tile and returns its stage.
+  template <typename Shared>
+  __device__ __forceinline__ int advance(Shared& s) {
+    const int stage = first + slot;
+    ptx::barrier_wait(&s.full[stage], phase);
+    if (++slot == kRing) {
+      slot = 0;
+      phase ^= 1;
+    }
+    __syncwarp();
+    return stage;
+  }
+
+  template <typename Shared>
+  __device__ __forceinline__ void fetch(Shared& s, const CUtensorMap* k_map, const CUtensorMap* scale_map, int column) {
+    const int stage = first + fill_slot;
+    ptx::barrier_wait(&s.empty[stage], fill_phase);
+    ptx::barrier_arrive_expect(&s.full[stage], kTile * (kDim + sizeof(float)));
+    ptx::tma_load_2d(s.keys[stage], k_map, 0, column, &s.full[stage]);
+    ptx::tma_load_1d(s.scales[stage], scale_map, column, &s.full[stage]);
+    if (++fill_slot == kRing) {
+      fill_slot = 0;
+      fill_phase ^= 1;
+    }
+  }
+};
+
+template <int kHeads, bool kDense>
+__device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, const CUtensorMap* scale_map,
+                                     Shared<Config<kHeads>::kGroups>& s, int thread) {
+  constexpr int kRows = Config<kHeads>::kRows, kGroups = Config<kHeads>::kGroups, kWarps = Config<kHeads>::kWarps;
+  constexpr bool kRegisterWeights = Config<kHeads>::kRegisterWeights;
+  constexpr int kLaneRows = kRows / 4;  // queries whose heads a lane holds
+  const int warp = thread / 32, lane = thread % 32;
+  const int group = kGroups == 1 ? 0 : warp / 4;
+  const bool fetches = thread == 128 * group;
+  const int key_row = warp % 4 * 16 + lane / 4;  // and key_row + 8
+  uint64_t* lists = p.lists + static_cast<int64_t>(blockIdx.x) * kRows * p.capacity;
+  const uint64_t q_desc = ptx::wgmma_descriptor(s.q);
+  const unsigned row_lanes = 0x11111111u << (lane % 4), row_lanes_below = row_lanes & ((1u << lane) - 1);  // lanes of the same query
+  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };  // within lists
+  Ring ring;
+  ring.first = group * kRing;
+
+  for (int round = 0;; ++round) {
+    const Item& item = s.item[round % 3];
+    const int first = item.first_query;
+    if (first < 0) break;
+    const int begin = item.begin, end = item.end, base = item.base, max_ks = item.max_ks, min_ke = item.min_ke;
+    const int tiles = end - begin;
+    const int fill = min(tiles, p.fill_tiles);
+    const int active = item.active;
+    if (fetches)
+      for (int i = group; i < min(tiles, kGroups * kRing); i += kGroups)
+        ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, i) * kTile);
+    if (warp == kWarps - 1) load_item<kHeads>(p, s.item[(round + 1) % 3], lane, false);
+    load_queries<kHeads>(p, s, first, thread);
+    __syncthreads();
+
+    float gate[kLaneRows];
+    int cursor[kLaneRows];  // where this warp's next candidate of this lane's queries goes
+#pragma unroll
+    for (int r = 0; r < kLaneRows; ++r) {
+      gate[r] = INFINITY;
+      cursor[r] = segment(r);
+    }
+    for (int i = 0;;) {
+      float weights[2][32];  // of this lane's queries; not kept over a selection, which needs the registers
+      if constexpr (kRegisterWeights) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+          const float4 w = *reinterpret_cast<const float4*>(&s.weights[j / 8][lane % 4][j % 8 * 4]);
+          weights[j / 8][j % 8 * 4 + 0] = w.x;
+          weights[j / 8][j % 8 * 4 + 1] = w.y;
+          weights[j / 8][j % 8 * 4 + 2] = w.z;
+          weights[j / 8][j % 8 * 4 + 3] = w.w;
+        }
+      }
+      const bool filling = i < fill;
+      const int stop = filling ? fill : min(tiles, i + p.check_tiles);
+      int tile = kGroups == 1 ? i : i + (group + i) % 2;  // this group's first one
+      int column = base + (tile_at(begin, end, fill, i) + tile - i) * kTile;
+      float sums[4];
+
+      const auto issue = [&](float(&d)[64], int stage, int half) {
+        const uint64_t k_desc = ptx::wgmma_descriptor(s.keys[stage]);
+        ptx::wgmma_fence();
+#pragma unroll
+        for (int part = 0; part < kDim / 32; ++part)
+          ptx::wgmma_m64n128k32_e4m3(d, k_desc + part * 2, q_desc + half * (128 * kDim / 16) + part * 2, part != 0);
+        ptx::wgmma_commit();
+      };
+      // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
+      const auto accumulate = [&](const float(&d)[64], int half) {
+#pragma unroll
+        for (int j = 0; j < 8; ++j) {
+          const float4 w = kRegisterWeights ? make_float4(weights[half][4 * j], weights[half][4 * j + 1], weights[half][4 * j + 2],
+                                                          weights[half][4 * j + 3])
+                                            : *reinterpret_cast<const float4*>(&s.weights[half][lane % 4][4 * j]);
+          sums[0] = __fmaf_rn(fmaxf(d[8 * j + 0], 0.0f), w.x, sums[0]);
+          sums[1] = __fmaf_rn(fmaxf(d[8 * j + 1], 0.0f), w.y, sums[1]);
+          sums[2] = __fmaf_rn(fmaxf(d[8 * j + 2], 0.0f), w.x, sums[2]);
+          sums[3] = __fmaf_rn(fmaxf(d[8 * j + 3], 0.0f), w.y, sums[3]);
+          sums[0] = __fmaf_rn(fmaxf(d[8 * j + 4], 0.0f), w.z, sums[0]);
+          sums[1] = __fmaf_rn(fmaxf(d[8 * j + 5], 0.0f), w.w, sums[1]);
+          sums[2] = __fmaf_rn(fmaxf(d[8 * j + 6], 0.0f), w.z, sums[2]);
+          sums[3] = __fmaf_rn(fmaxf(d[8 * j + 7], 0.0f), w.w, sums[3]);
+        }
+      };
+      // Stores, filters or dumps the two scores that are complete; r: which of the lane's queries.
+      const auto deliver = [&](int r, float scale0, float scale1, bool interior) {
+        const float score0 = finish_score(__fadd_rn(sums[0], sums[1]), scale0);
+        const float score1 = finish_score(__fadd_rn(sums[2], sums[3]), scale1);
+        const int row = lane % 4 + 4 * r;
+        const int position0 = column + key_row, position1 = position0 + 8;
+        bool in0 = true, in1 = true;
+        if (kDense || !interior) {
+          const int ks = item.ks[row], ke = item.ke[row];
+          in0 = position0 >= ks && position0 < ke;
+          in1 = position1 >= ks && position1 < ke;
+        }
+        if constexpr (kDense) {
+          if (active >> row & 1) {
+            float* out = p.dense + static_cast<int64_t>(first + row) * p.keys;
+            if (in0) out[position0] = score0;
+            if (in1) out[position1] = score1;
+          }
+        } else if (filling) {
+          uint64_t* list = lists + row * p.capacity + tile * kTile + key_row;
+          if (active >> row & 1) {
+            __stcg(list, in0 ? select::make_key(score0, position0) : 0);
+            __stcg(list + 8, in1 ? select::make_key(score1, position1) : 0);
+          }
+        } else {
+          const bool pass0 = in0 && score0 >= gate[r], pass1 = in1 && score1 >= gate[r];
+          const unsigned vote0 = __ballot_sync(~0u, pass0), vote1 = __ballot_sync(~0u, pass1);
+          if (vote0 | vote1) {
+            const int at1 = cursor[r] + __popc(vote0 & row_lanes);
+            if (pass0) __stcg(lists + (cursor[r] + __popc(vote0 & row_lanes_below)), select::make_key(score0, position0));
+            if (pass1) __stcg(lists + (at1 + __popc(vote1 & row_lanes_below)), select::make_key(score1, position1));
+            cursor[r] = at1 + __popc(vote1 & row_lanes);
+          }
+        }
+      };
+
+      for (; tile < stop; tile += kGroups, column += kGroups * kTile) {
+        float d[64];
+        const int stage = ring.advance(s);
+        issue(d, stage, 0);
+        const float scale0 = s.scales[stage][key_row], scale1 = s.scales[stage][key_row + 8];
+        const bool interior = column >= max_ks && column + kTile <= min_ke;
+        sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+        ptx::wgmma_wait<0>(d);
+        accumulate(d, 0);
+        if (kHeads == 32) {
+          deliver(0, scale0, scale1, interior);
+          sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+          __syncwarp();
+        }
+        issue(d, stage, 1);
+        ptx::wgmma_wait<0>(d);
+        if (lane == 0) ptx::barrier_arrive(&s.empty[stage]);
+        accumulate(d, 1);
+        deliver(kLaneRows - 1, scale0, scale1, interior);
+        // One tile late, so that nobody waits for the other warps to leave the stage.
+        const int later = tile + kGroups * (kRing - 1);
+        if (fetches && tile >= kGroups && later < tiles)
+          ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile);
+        __syncwarp();
+      }
+      i = stop;
+      const bool finished = i == tiles;
+      if constexpr (kDense) {
+        if (finished) break;
+      } else {
+        int most = 0;
+#pragma unroll
+        for (int r = 0; r < kLaneRows; ++r) {
+          const int count = cursor[r] - segment(r);
+          if (lane < 4) s.count[lane + 4 * r][warp] = count;
+          most = max(most, count);
+        }
+        if (!__syncthreads_or(finished || filling || most > p.limit)) continue;
+        const int whole = i <= fill ? i * kTile : 0;  // the list is still one piece
+        const int next = finished ? -1 : base + (begin + i - fill) * kTile;
+        for (int row = warp; row < kRows; row += kWarps) {
+          if (active >> row & 1) {
+            if (whole || tiles) take_best(p, s, item, lists + row * p.capacity, row, whole, next, warp, lane);
+          } else if (lane == 0) {
+            s.gate[row] = INFINITY;
+          }
+        }
+        if (finished) break;
+        __syncthreads();
+#pragma unroll
+        for (int r = 0; r < kLaneRows; ++r) {
+          cursor[r] = segment(r);
+          gate[r] = s.gate[lane % 4 + 4 * r];
+        }
+      }
+    }
+
+    if constexpr (kDense) {
+      __syncthreads();
+    } else {
+      for (int row = warp; row < kRows && first + row < p.queries; row += kWarps) {
+        if (active >> row & 1) {
+          // A part without tiles (the other parts have them) leaves no keys.
+          if (tiles == 0)
+            for (int i = lane; i < p.k; i += 32)
+              p.parts[(static_cast<int64_t>(first + row) * p.splits + item.split) * p.k + i] = 0;
+        } else if (item.split == 0) {
+          const int length = item.ke[row] - item.ks[row];
+          for (int i = lane; i < p.k; i += 32) p.out[(first + row) * p.out_stride + i] = i < length ? i : -1;
+        }
+      }
+    }
+  }
+}
+
+template <int kHeads, bool kDense>
+__global__ void __launch_bounds__(Config<kHeads>::kThreads, Config<kHeads>::kCtasPerSm)
+    scan_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap scale_map,
+                const __grid_constant__ Params p) {
+#if DSA_SM90A
+  constexpr int kStages = Config<kHeads>::kGroups * kRing;
+  using Memory = Shared<Config<kHeads>::kGroups>;
+  extern __shared__ uint8_t raw[];
+  Memory& s = *reinterpret_cast<Memory*>(raw + (1024 - ptx::smem_address(raw) % 1024) % 1024);
+  const int thread = threadIdx.x;
+  if (thread == 0) {
+    for (int i = 0; i < kStages; ++i) {
+      ptx::barrier_init(&s.full[i], 1);
+      ptx::barrier_init(&s.empty[i], 4);
+    }
+    ptx::barrier_init_fence();
+  }
+  if (thread < 32) load_item<kHeads>(p, s.item[0], thread, true);
+  __syncthreads();
+  scan<kHeads, kDense>(p, &k_map, &scale_map, s, thread);
+#else
+  __trap();
+#endif
+}
+
+// The k best of the splits' k best. One block per query.
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const uint64_t* parts, const int32_t* ks_of, const int32_t* ke_of, int32_t* out, int64_t out_stride, int keys, int k,
+                 int splits) {
+  __shared__ int hist[select::kBins];
+  __shared__ select::Scratch scratch;
+  const int64_t row = blockIdx.x;
+  const int ks = min(max(ks_of[row], 0), keys);
+  const int ke = min(max(ke_of[row], ks), keys);
+  if (ke - ks <= k) return;
+  const select::Array list{parts + row * splits * k, splits * k};
+  const int thread = static_cast<int>(threadIdx.x);
+  const select::Boundary b = select::find_boundary<kMergeThreads>(list, k, hist, &scratch, thread);
+  select::take_largest<kMergeThreads>(list, b, hist, &scratch, thread, [&](uint64_t key, int at) {
+    out[row * out_stride + at] = select::key_position(key) - ks;
+  });
+}
+
+}  // namespace litetopk
+}  // namespace dsa
