@@ -14,7 +14,6 @@ if not torch.cuda.is_available():
 
 from torch.profiler import ProfilerActivity, profile
 from vllm import _custom_ops as ops
-from vllm.model_executor.layers.layernorm import RMSNorm
 
 FP8 = torch.float8_e4m3fn
 EPS = 1e-6
@@ -175,21 +174,29 @@ def kernels_of(function) -> list[str]:
     return [e.name for e in prof.events() if e.device_type == torch.autograd.DeviceType.CUDA]
 
 
-def test_the_profiler_sees_no_copy() -> None:
-    from vllm.config import VllmConfig, set_current_vllm_config
+ONE_KERNEL = ("rms_norm", "fused_add", "dynamic_fp8", "block_fp8", "pair")
+
+
+@pytest.mark.parametrize("what", ONE_KERNEL)
+def test_the_profiler_sees_one_kernel_and_no_copy(what: str) -> None:
+    """The CUDA ops that the engine selects; the layer alone would take the native implementation."""
     from vllm.models.common.ops.fused_qk_rmsnorm import fused_q_kv_rmsnorm
 
     parts, w_q, w_kv = slices(512), weight(1536), weight(512)
-    with set_current_vllm_config(VllmConfig()):
-        layer = RMSNorm(1536, eps=EPS, dtype=torch.bfloat16).cuda()
-        seen = {
-            "layer": kernels_of(lambda: layer(parts[1536])),
-            "pair": kernels_of(lambda: fused_q_kv_rmsnorm(parts[1536], parts[512], w_q, w_kv, EPS)),
-            "dynamic": kernels_of(lambda: dynamic_fp8(parts[1536], w_q)),
-            "block": kernels_of(lambda: block_fp8(parts[1536], w_q)),
-        }
-    for what, names in seen.items():
-        assert len(names) == 1, (what, names)
-        assert not any(copy in names[0] for copy in COPIES), (what, names)
-    # A copy would have been seen.
-    assert len(kernels_of(lambda: rms_norm(parts[1536].contiguous(), w_q))) == 2
+    x, residual = parts[1536], parts[1536].contiguous()
+    out = torch.empty_like(residual)
+    calls = {
+        "rms_norm": lambda: ops.rms_norm(out, x, w_q, EPS),
+        "fused_add": lambda: ops.fused_add_rms_norm(x, residual, w_q, EPS),
+        "dynamic_fp8": lambda: dynamic_fp8(x, w_q),
+        "block_fp8": lambda: block_fp8(x, w_q),
+        "pair": lambda: fused_q_kv_rmsnorm(x, parts[512], w_q, w_kv, EPS),
+    }
+    names = kernels_of(calls[what])
+    assert len(names) == 1, names
+    assert not any(copy in names[0] for copy in COPIES), names
+
+
+def test_the_profiler_would_see_a_copy() -> None:
+    x, w = slices(512)[1536], weight(1536)
+    assert len(kernels_of(lambda: rms_norm(x.contiguous(), w))) == 2
