@@ -91,7 +91,7 @@ run_envs() {
 
 run_overlay() { series overlay-test; }
 
-run_upstream() { series baseline diff; }
+run_upstream() { series baseline diff && pytest -m upstream tests/baseline; }
 
 series_lines() {
     for pin in pins/*.toml; do basename "$pin" .toml; done
