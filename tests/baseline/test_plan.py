@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -166,6 +167,7 @@ def test_short_set_keeps_the_budget_and_reaches_every_touched_file() -> None:
         planned("tests/d.py", 500, 2.0, "vllm/x.py"),
         planned("tests/e.py", 1, 1.0, "vllm/x.py", kind=needs.SM90),
     ]
+    tests.append(dataclasses.replace(tests[0], path="tests/f.py", weight=9.0, steady=False))
     plan = Plan("0.0.0", ["vllm/x.py", "vllm/y.py"], [], tests)
     assert plan.short(60) == ["tests/a.py", "tests/c.py"]
     assert plan.short(75) == ["tests/a.py", "tests/b.py", "tests/c.py"]

@@ -10,6 +10,7 @@ from vllm_series.baseline import needs
 from vllm_series.baseline.ci_steps import Step, matching
 from vllm_series.baseline.imports import Graph, build_graph
 from vllm_series.baseline.needs import Need
+from vllm_series.baseline.outcome import DIED, NOT_RUN
 from vllm_series.baseline.store import Recorded, read
 from vllm_series.runtime import Site
 from vllm_series.series import load
@@ -33,6 +34,9 @@ class PlannedTest:
     weight: float
     #: Kinds of need that some of its tests named in the last run, beside ``need``.
     others: frozenset[str] = frozenset()
+    #: False if the last run had a test that died, ran out of time or was cut off: too unsteady for every
+    #: push.
+    steady: bool = True
 
 
 @dataclass
@@ -55,7 +59,9 @@ class Plan:
         Each touched file that such a test reaches is reached by the set, if the budget allows one test for
         it. Time that direct importers leave goes to the next nearest tests.
         """
-        measured = [one for one in self.of(needs.CPU) if one.seconds is not None and one.passed]
+        measured = [
+            one for one in self.of(needs.CPU) if one.seconds is not None and one.passed and one.steady
+        ]
         order = sorted(measured, key=lambda one: (one.distance, -_value(one), one.path))
         chosen: list[PlannedTest] = []
         left, seen = budget_s, set[str]()
@@ -176,4 +182,5 @@ def _planned(
         passed=last.counts.get("passed", 0) if last else 0,
         weight=round(sum(1 / len(direct[name]) + _named_after(path, name) for name in reaches), 5),
         others=others,
+        steady=not last or not {*DIED, NOT_RUN} & last.counts.keys(),
     )
