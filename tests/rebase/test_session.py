@@ -256,7 +256,12 @@ MOMENTS = {
 }
 
 
-@pytest.mark.parametrize("moment", MOMENTS)
+QUICK = "one patch is settled"
+
+
+@pytest.mark.parametrize(
+    "moment", [name if name == QUICK else pytest.param(name, marks=pytest.mark.slow) for name in MOMENTS]
+)
 def test_a_kill_loses_nothing(lab: Lab, tmp_path: Path, index: Index, moment: str) -> None:
     """kill -9 once something has happened, then --continue: the same line as without a kill."""
     other = make(new_lab(tmp_path / "reference", index))
