@@ -59,6 +59,14 @@ def test_gains_are_measured_ones(text: str, root: Path) -> None:
         ), f"{name} has no row with {before}, {after} {unit}, {ratio}"
 
 
+def test_speed_is_the_measured_one(text: str, root: Path) -> None:
+    rows = json.loads((root / "bench/results/tool/speed.json").read_text())["rows"]
+    medians = {f"{row['median']:.1f} s" for row in rows}
+    section = text.partition("## Speed")[2].partition("\n## ")[0]
+    stated = re.findall(r"\d+\.\d s", section)
+    assert len(stated) == len(rows) and set(stated) <= medians
+
+
 def test_what_is_not_in_the_release_claims_no_gain(text: str) -> None:
     rows = [row.split("|") for row in text.splitlines() if "| not in this release |" in row]
     assert all(cells[4].strip() == "" for cells in rows)
