@@ -10,13 +10,14 @@ export VLLM_SERIES_ROOT
 find_python() {
     local candidate found PATH="$PATH"
     PATH="$(echo ":$PATH:" | sed "s#:$VLLM_SERIES_ROOT/.venv/bin:#:#g; s#^:##; s#:\$##")"
-    for candidate in ${PYTHON:+"$PYTHON"} python3 python3.14 python3.13 python3.12 python3.11; do
+    set -- python3 python3.14 python3.13 python3.12 python3.11
+    [ -z "${PYTHON:-}" ] || set -- "$PYTHON"
+    for candidate in "$@"; do
         found="$(command -v "$candidate" 2>/dev/null)" || continue
         if "$found" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null; then
             echo "$found"
             return 0
         fi
-        [ -z "${PYTHON:-}" ] || break
     done
     if [ -n "${PYTHON:-}" ]; then
         echo "error: PYTHON=$PYTHON is not Python 3.11 or newer" >&2

@@ -151,7 +151,7 @@ def _create(ws: Workspace, made: Stack) -> None:
     tmp = Path(tempfile.mkdtemp(prefix=f".{made.line}.new-", dir=place.parent))
     store.run("update-ref", stack.stack_ref(made.line), made.head)
     store.run(
-        "clone", "-q", "--local", "--no-checkout", "--no-tags", "--single-branch", "--template=",
+        "clone", "-q", "--no-checkout", "--no-tags", "--single-branch", "--template=",
         "-b", f"series/{made.line}", str(ws.odb), str(tmp),
     )  # fmt: skip
     git = Git(tmp)

@@ -152,7 +152,8 @@ def _url(http: httpx.Client, artifact: Artifact) -> str:
             raise IntegrityError(
                 f"{index.shown(index.index_url())} offers {row.filename} with sha256 {row.sha256}, "
                 f"the pin says {artifact.sha256}",
-                fix="do not use this index; unset VLLM_SERIES_INDEX or report it to whoever runs the mirror",
+                fix="restore the pin (git checkout -- pins) if it was edited; else do not use this index: "
+                "unset VLLM_SERIES_INDEX or report it to whoever runs the mirror",
             )
         if row.yanked:
             say(f"note: {row.filename} was yanked from the index ({row.yanked})")

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from vllm_series import lock_file
-from vllm_series.errors import CheckFailed, UsageError
+from vllm_series.errors import CheckFailed, FetchFailed, UsageError
 
 IDENT_NAME = "vllm-series authors"
 IDENT_EMAIL = "series@example.invalid"
@@ -89,6 +89,21 @@ class GitError(CheckFailed):
         super().__init__(f"git {' '.join(args)} failed ({code}): {self.stderr}")
 
 
+def raise_if_disk_full(said: str, folder: Path) -> None:
+    """Raise when git failed for want of space; ``said`` is its stderr.
+
+    git names the cause in several ways, and while it checks files out not at all: then the free space tells.
+
+    Raises:
+        FetchFailed: the disk that holds ``folder`` is full.
+    """
+    named = re.search(r"No space left|Out of diskspace|Disk quota exceeded|File too large", said)
+    if named or ("unable to write" in said and shutil.disk_usage(folder).free < 4 << 20):
+        raise FetchFailed(
+            f"no space left in {folder}", fix="free some space, then run the command again; nothing is lost"
+        )
+
+
 def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
     """Return an environment in which git reads nothing of the user: no config, identity, hooks, dates,
     locale."""
@@ -156,18 +171,25 @@ class Git:
 
         Raises:
             GitError: it failed and ``check`` is set.
+            FetchFailed: it failed because the disk is full.
+            UsageError: git is not installed.
         """
-        done = subprocess.run(
-            self.argv(*args),
-            cwd=self.cwd,
-            env=clean_env(self.env),
-            input=data if data is not None else b"",
-            capture_output=True,
-            pass_fds=lock_file.held(),
-        )
+        try:
+            done = subprocess.run(
+                self.argv(*args),
+                cwd=self.cwd,
+                env=clean_env(self.env),
+                input=data if data is not None else b"",
+                capture_output=True,
+                pass_fds=lock_file.held(),
+            )
+        except FileNotFoundError:
+            require_git()  # names the mend when git is what is missing
+            raise
         if check and done.returncode != 0:
-            said = done.stderr or done.stdout
-            raise GitError(args, done.returncode, said.decode("utf-8", "replace"))
+            said = (done.stderr or done.stdout).decode("utf-8", "replace")
+            raise_if_disk_full(said, self.cwd)
+            raise GitError(args, done.returncode, said)
         return done
 
     def out(self, *args: str, data: bytes | None = None) -> str:

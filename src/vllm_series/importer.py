@@ -12,7 +12,16 @@ from typing import IO
 
 from vllm_series import fetch, lock_file, sdist
 from vllm_series.errors import IntegrityError
-from vllm_series.git import FIXED_DATE, IDENT_EMAIL, IDENT_NAME, Git, GitError, clean_env, require_git
+from vllm_series.git import (
+    FIXED_DATE,
+    IDENT_EMAIL,
+    IDENT_NAME,
+    Git,
+    GitError,
+    clean_env,
+    raise_if_disk_full,
+    require_git,
+)
 from vllm_series.lock_file import locked
 from vllm_series.pins import Pin
 from vllm_series.ui import say
@@ -113,8 +122,7 @@ def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
             raise
         said = child.stderr.read().decode("utf-8", "replace")
     if child.returncode != 0:
-        if "No space left" in said or "File too large" in said or "Disk quota" in said:
-            raise fetch.disk_error(OSError(28, "No space left on device"), store.cwd)
+        raise_if_disk_full(said, store.cwd)
         raise GitError(["fast-import"], child.returncode, said)
     commit = store.out("rev-parse", tmp_ref)
     store.run("update-ref", "-d", tmp_ref)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import http.server
 import json
+import os
+import shutil
 import ssl
 import subprocess
 import tarfile
@@ -11,7 +14,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from core_lab import Project
+from core_lab import FILES, Project, make_sdist
 
 from vllm_series import index as indexing
 from vllm_series.files import unpack_git_archive
@@ -88,6 +91,44 @@ def test_a_wrong_call_is_json_too(bare: Project, call: tuple[str, ...]) -> None:
     assert answer["error"]
     assert "--help" in answer["fix"]
     assert "Error:" in said.err
+
+
+@pytest.mark.parametrize("command", ["status", "apply", "export"])
+def test_missing_git_is_named(project: Project, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    """Every command, not only the first apply, says what is missing; a tree is there already."""
+    project.apply()
+    monkeypatch.setenv("PATH", "/nowhere")
+    said = project.series(command, project.line, code=2)
+    assert "git is not installed" in said.err
+    assert "apt-get install git" in said.err
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+@pytest.mark.parametrize("half", ["import", "checkout"])
+def test_a_disk_that_is_really_full(project: Project, tmp_path: Path, half: str) -> None:
+    """git words a full disk in several ways; a monkeypatched error shows none of them."""
+    noise = "".join(hashlib.sha256(str(n).encode()).hexdigest() for n in range(60000))
+    project.write_pin(
+        make_sdist(project.files, files={**FILES, **{f"d{n}.txt": f"{n}{noise}" for n in range(3)}})
+    )
+    project.fetch()
+    project.lock_import()
+    project.series("lock", project.line)
+    small = project.root / ("build" if half == "checkout" else ".work")
+    shutil.rmtree(small, ignore_errors=True)
+    small.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=5m", "none", small], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        said = project.series("apply", project.line, code=6)
+        assert "no space left" in said.err
+        assert "fix: free some space" in said.err
+        subprocess.run(["mount", "-o", "remount,size=100m", small], check=True)
+        project.apply()
+        assert project.state() == "APPLIED"
+    finally:
+        subprocess.run(["umount", "-l", small], check=True)
 
 
 def test_an_environment_that_fails_fails_its_stage() -> None:

@@ -117,6 +117,15 @@ def test_old_python_is_named(root: Path, tmp_path: Path) -> None:
     assert "not Python 3.11 or newer" in done.stderr and "apt-get install python3" in done.stderr
 
 
+def test_a_python_that_is_not_there_is_not_replaced_by_another(root: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python3.12"}
+    done = subprocess.run(
+        ["bash", "-c", f". {root}/scripts/lib/env.sh"], env=env, capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "PYTHON=/nowhere/python3.12" in done.stderr
+
+
 def test_activated_environment_and_bare_machine(root: Path) -> None:
     """The own environment is not taken as base Python, and the machine's certificates are named to uv."""
     shell = f"""
