@@ -166,6 +166,11 @@ def test_review_shows_trees_not_patches(lab: Lab) -> None:
     text = lab.ok("review", "HEAD^..").out
     assert "hook.patch: same effect" in text and "The patched tree is the same as the tree before." in text
 
+    pin = lab.root / "pins/1.0.0.toml"
+    pin.write_text(pin.read_text() + "# a remark\n")
+    subprocess.run([*commit, "remark"], check=True)
+    assert lab.ok("review", "HEAD^..").out.strip() == "HEAD^..: no line's patches changed"
+
     lab.index.publish("1.1.0", MERGE)
     lab.ok("rebase", "1.0.0", "--to", "1.1.0", "--accept", "hook.patch")
     subprocess.run([*git, "add", "-A"], check=True)

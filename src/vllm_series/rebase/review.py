@@ -64,7 +64,8 @@ def review(ws: Workspace, span: str) -> list[LineChange]:
                 found.append(
                     _compare(ws, line, sides[0] if there[0] else None, sides[1] if there[1] else None)
                 )
-        return found
+        # LOCK, upstreamed.toml or a comment of the pin alone leave nothing to look at.
+        return [one for one in found if one.how != "changed" or one.patches or one.diff]
 
 
 def _ends(repo: Git, span: str) -> tuple[str, str]:
