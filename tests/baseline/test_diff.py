@@ -251,3 +251,13 @@ def test_the_projects_own_quarantine_is_valid() -> None:
     lines = [path.stem for path in (root / "pins").glob("*.toml")]
     assert (root / "quarantine.toml").is_file()
     quarantine.load(root / "quarantine.toml", lines)
+
+
+def test_a_file_that_was_cut_off_before_collection_is_not_called_missing() -> None:
+    nodes = {"tests/test_a.py::test_x": Node("passed"), "tests/test_a.py::test_y": Node("failed")}
+    cut = {
+        "tests/test_a.py": Node("not_run", "the limit of the file was reached before its tests were known")
+    }
+    for one, two in ((nodes, cut), (cut, nodes)):
+        found = compare(run_of(one, "upstream"), run_of(two), exact=True)
+        assert {row.kind for row in found.rows} == {Kind.NOT_COMPARED} and not found.failing()

@@ -119,6 +119,12 @@ def test_file_limit_leaves_the_rest_not_run(runs: Runs, site: Callable[..., Path
     assert run.files["tests/test_a.py"].seconds < 100
 
 
+def test_file_limit_during_collection(runs: Runs, site: Callable[..., Path]) -> None:
+    body = "import time\ntime.sleep(300)\ndef test_one(): pass\n"
+    run = runs.run(site("a", {"test_a.py": body}), limits=Limits(400, 8))
+    assert outcomes(run) == {"tests/test_a.py": "not_run"}
+
+
 def test_collection_failures(runs: Runs, site: Callable[..., Path]) -> None:
     files = {
         "test_import.py": "import no_such_package_here.sub\ndef test_x(): pass\n",

@@ -63,6 +63,7 @@ class FileRunner:
             (place / "only.txt").write_text("\n".join(sorted(wanted)), encoding="utf-8")
         deadline = started + self.file_limits.get(name, self.limits.file_s)
         order: list[str] = []
+        over = False
         while result.processes < MAX_PROCESSES:
             result.processes += 1
             (place / "done.txt").write_text("\n".join(result.nodes), encoding="utf-8")
@@ -80,6 +81,10 @@ class FileRunner:
                 result.nodes[culprit] = death or Node("crash", "the process ended early")
             if over or culprit is None or culprit == name:
                 break
+        if over and not order and not result.nodes:
+            result.nodes[name] = Node(
+                NOT_RUN, "the limit of the file was reached before its tests were known"
+            )
         for node in order:
             if node not in result.nodes and (wanted is None or node in wanted):
                 result.nodes[node] = Node(NOT_RUN, "the limit of the file was reached")
