@@ -135,7 +135,7 @@ def _lay(ws: Workspace, pin: Pin, commit: str, kind: str) -> Path:
     store: Git = odb(ws)
     root = ws.root / "build" / "overlay-tests" / pin.line
     place, mark = root / kind, root / f"{kind}.commit"
-    if mark.is_file() and mark.read_text() == commit and place.is_dir():
+    if mark.is_file() and mark.read_text() == commit and list(place.glob("*.dist-info")):
         return place
     mark.unlink(missing_ok=True)
     shutil.rmtree(place, ignore_errors=True)
@@ -144,8 +144,20 @@ def _lay(ws: Workspace, pin: Pin, commit: str, kind: str) -> Path:
         packed = Path(scratch) / "tree.tar"
         store.run("archive", "--format=tar", "-o", str(packed), commit, *FOLDERS)
         unpack_git_archive(packed, place)
+    _add_metadata(place, pin)
     mark.write_text(commit)
     return place
+
+
+def _add_metadata(place: Path, pin: Pin) -> None:
+    """Make the folder an installed ``vllm`` to importlib.metadata: without a version vLLM turns triton off.
+
+    The version must not contain ``cpu``, which turns it off too.
+    """
+    folder = place / f"vllm-{pin.version}.dist-info"
+    folder.mkdir()
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {pin.version}\n"
+    (folder / "METADATA").write_text(text, encoding="utf-8")
 
 
 def _environment(tree: Path, **variables: str) -> dict[str, str]:

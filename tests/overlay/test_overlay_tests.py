@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from vllm_series import overlay_tests
+from vllm_series.pins import load_pin
+from vllm_series.workspace import Workspace
 
 SUITE = """
 import pytest
@@ -88,3 +91,9 @@ def test_a_run_that_collects_nothing_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "tests" / "dsa").mkdir(parents=True)
     outcomes, error = overlay_tests._pytest(Path(sys.executable), tmp_path, "tests/dsa")
     assert outcomes == {} and "ended with 5" in error
+
+
+def test_the_laid_tree_has_a_version_that_keeps_triton(root: Path, tmp_path: Path) -> None:
+    overlay_tests._add_metadata(tmp_path, load_pin(Workspace(root), "0.28.0"))
+    (found,) = importlib.metadata.distributions(name="vllm", path=[str(tmp_path)])
+    assert found.version == "0.28.0"
