@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.util
 import json
@@ -272,6 +273,15 @@ def main(argv: list[str] | None = None) -> None:
             _print_error(err.message, err.fix, err.exit_code)
         say(f"error: {err}")
         sys.exit(err.exit_code)
+    except OSError as err:
+        if err.errno not in {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT}:
+            raise
+        message = f"{err.filename or 'cannot write'}: {err.strerror}"
+        fix = "mend the permissions or free some space, then run the command again"
+        if "--json" in args:
+            _print_error(message, fix, 6)
+        say(f"error: {message}\n  fix: {fix}")
+        sys.exit(6)
     except click.exceptions.Exit as err:
         sys.exit(err.exit_code)
     except click.ClickException as err:

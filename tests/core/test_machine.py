@@ -131,6 +131,20 @@ def test_a_disk_that_is_really_full(project: Project, tmp_path: Path, half: str)
         subprocess.run(["umount", "-l", small], check=True)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a read-only folder needs root")
+def test_a_checkout_that_cannot_be_written(project: Project) -> None:
+    shutil.rmtree(project.root / ".work")
+    (project.root / ".work").mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "none", project.root / ".work"]).returncode:
+        pytest.skip("mounting is not allowed here")
+    try:
+        said = project.series("apply", project.line, "--json", code=6)
+    finally:
+        subprocess.run(["umount", "-l", project.root / ".work"], check=True)
+    assert "Read-only file system" in said.json["error"]
+    assert "permissions" in said.json["fix"]
+
+
 def test_an_environment_that_fails_fails_its_stage() -> None:
     """`scripts/test.sh`: not only the last line's outcome counts."""
     script = (ROOT / "scripts" / "test.sh").read_text()
