@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from rebase_lab import Index, Lab
 
+from vllm_series import importer, pins
+from vllm_series.git import Git
 from vllm_series.rebase import table, trial
 from vllm_series.workspace import Workspace
 
@@ -71,6 +73,40 @@ def test_the_shipped_patches_fare_as_recorded(checkout: Workspace) -> None:
         assert {"envs.patch", "startup.patch"} <= names
         for name in names:
             assert _kind(have["patches"][name]) == _kind(want["patches"][name]), (name, have["patches"][name])
+
+
+@pytest.fixture
+def clone(checkout: Workspace, tmp_path: Path) -> tuple[Path, str]:
+    """A clone of upstream made from two sdists, one commit each; the second one's id."""
+    place = Git(tmp_path)
+    place.run("init", "-q", "-b", "main")
+    bases = _imported(checkout, RELEASES[:2])
+    place.run("fetch", "-q", str(checkout.odb), *bases)
+    tip = ""
+    for version, base in zip(RELEASES, bases, strict=False):
+        parent = ("-p", tip) if tip else ()
+        tip = place.out("commit-tree", f"{base}^{{tree}}", *parent, "-m", f"Release {version}").strip()
+        place.run("update-ref", f"refs/tags/v{version}", tip)
+    place.run("update-ref", "refs/heads/main", tip)
+    return tmp_path, tip
+
+
+def _imported(checkout: Workspace, versions: tuple[str, ...]) -> list[str]:
+    return [importer.import_pin(checkout, pins.load_pin(checkout, version)) for version in versions]
+
+
+def test_to_a_commit_of_a_clone_of_real_sources(lab: Lab, clone: tuple[Path, str]) -> None:
+    """A commit gives the states of the release with the same files, and names the commit that changed a
+    target."""
+    place, tip = clone
+    args = ("rebase", "0.28.0", "--to", tip, "--git", str(place), "--report", "--json")
+    done = lab.run(*args)
+    assert done.code == 3 and done.json["to"]["commit"] == tip
+    assert done.states() == STATES
+    changes = {
+        line.split(" ", 1)[1] for row in done.json["patches"] for t in row["targets"] for line in t["commits"]
+    }
+    assert changes == {"Release 0.29.0"}
 
 
 def _kind(row: dict[str, str]) -> str:
