@@ -258,6 +258,10 @@ def finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
     made, git = found.interrupted, Git(found.path)
     assert made is not None
     (found.path / ".git" / "index.lock").unlink(missing_ok=True)
+    for stale in (found.path / ".git" / "refs").rglob("*.lock"):  # a git killed while it wrote a ref
+        stale.unlink(missing_ok=True)
+    for name in ("HEAD.lock", "packed-refs.lock"):
+        (found.path / ".git" / name).unlink(missing_ok=True)
     if not git.commit_of(made.head) or not found.head:
         git.run("update-ref", "-d", NEXT)
         return
