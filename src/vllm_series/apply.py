@@ -149,7 +149,7 @@ def _create(ws: Workspace, made: Stack) -> None:
     store, place = importer.odb(ws), ws.build(made.line)
     place.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{made.line}.new-", dir=place.parent))
-    store.run("update-ref", stack.stack_ref(made.line), made.head)
+    store.set_ref(stack.stack_ref(made.line), made.head)
     store.run(
         "clone", "-q", "--no-checkout", "--no-tags", "--single-branch", "--template=",
         "-b", f"series/{made.line}", str(ws.odb), str(tmp),
@@ -198,7 +198,7 @@ def _move(ws: Workspace, made: Stack, found: state.TreeState) -> None:
 
 def _begin(git: Git, made: Stack) -> None:
     """Note what is about to be laid out and from which commit, for the case that this run is killed."""
-    git.run("update-ref", PREVIOUS, "HEAD")
+    git.set_ref(PREVIOUS, "HEAD")
     stack.write_ref(git, NEXT, made)
 
 
@@ -214,10 +214,10 @@ def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
     else:
         git.run("read-tree", "-m", "-u", old, made.head)
     git.run("symbolic-ref", "HEAD", stack.stack_ref(made.line))
-    git.run("update-ref", "-m", "series apply", stack.stack_ref(made.line), made.head)
+    git.set_ref(stack.stack_ref(made.line), made.head, message="series apply")
     stack.write_ref(git, STAMP, made)
-    git.run("update-ref", "-d", EXPORTING)
-    git.run("update-ref", "-d", NEXT)
+    git.delete_ref(EXPORTING)
+    git.delete_ref(NEXT)
 
 
 def adopt(ws: Workspace, git: Git, made: Stack) -> None:
@@ -257,13 +257,10 @@ def finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
     """
     made, git = found.interrupted, Git(found.path)
     assert made is not None
-    (found.path / ".git" / "index.lock").unlink(missing_ok=True)
-    for stale in (found.path / ".git" / "refs").rglob("*.lock"):  # a git killed while it wrote a ref
-        stale.unlink(missing_ok=True)
-    for name in ("HEAD.lock", "packed-refs.lock"):
+    for name in ("index.lock", "HEAD.lock", "packed-refs.lock"):
         (found.path / ".git" / name).unlink(missing_ok=True)
     if not git.commit_of(made.head) or not found.head:
-        git.run("update-ref", "-d", NEXT)
+        git.delete_ref(NEXT)
         return
     expected = {git.commit_of(PREVIOUS), made.head}
     moving = set(git.changed(found.head, made.head))

@@ -36,7 +36,7 @@ def install(
     keep = {patch.name for patch in patches}
     gone = sorted(path.name for path in folder.glob("*.patch") if path.name not in keep)
     note = json.dumps({"patches": {p.name: p.sha256 for p in patches}, "gone": gone})
-    git.run("update-ref", EXPORTING, git.out("hash-object", "-w", "--stdin", data=note.encode()))
+    git.set_ref(EXPORTING, git.out("hash-object", "-w", "--stdin", data=note.encode()))
     try:
         for path, data in laid.items():
             target = ws.overlay / path

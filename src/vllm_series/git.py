@@ -196,6 +196,25 @@ class Git:
         """Run git and return its stdout as text without the last newline."""
         return self.run(*args, data=data).stdout.decode("utf-8", "surrogateescape").rstrip("\n")
 
+    def set_ref(self, ref: str, value: str, *, message: str = "") -> None:
+        """Set a ref that only this tool writes; the caller holds the lock that guards it. ``message`` goes
+        into the reflog.
+
+        A ``.lock`` beside it is then what a killed git left, and would stop every later run.
+        """
+        self._drop_ref_lock(ref)
+        self.run("update-ref", *(("-m", message) if message else ()), ref, value)
+
+    def delete_ref(self, ref: str) -> None:
+        """Delete a ref (if it is there), on the conditions of ``set_ref``."""
+        self._drop_ref_lock(ref)
+        self.run("update-ref", "-d", ref)
+
+    def _drop_ref_lock(self, ref: str) -> None:
+        own = self.cwd / ".git"
+        folder = own if own.is_dir() else self.cwd
+        (folder / f"{ref}.lock").unlink(missing_ok=True)
+
     def raw(self, *args: str, data: bytes | None = None) -> bytes:
         return self.run(*args, data=data).stdout
 

@@ -75,7 +75,7 @@ def import_pin(ws: Workspace, pin: Pin, sources: Iterable[Path] = ()) -> str:
     archive = fetch.fetch(ws, pin.source.sdist, sources)
     with locked(ws.work / "odb.lock"):
         if wanted and store.commit_of(wanted):
-            store.run("update-ref", base_ref(pin.line), wanted)
+            store.set_ref(base_ref(pin.line), wanted)
             return wanted
         _remove_leftovers(ws.odb)
         say(f"import {archive.name}")
@@ -89,14 +89,14 @@ def import_pin(ws: Workspace, pin: Pin, sources: Iterable[Path] = ()) -> str:
                 f"{archive.name} imports as tree {tree}, the pin says {pin.source.tree}",
                 fix=f"check pins/{pin.line}.toml, or upgrade this tool",
             )
-        store.run("update-ref", base_ref(pin.line), commit)
+        store.set_ref(base_ref(pin.line), commit)
         return commit
 
 
 def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
     """Feed the sdist to git fast-import; nothing refers to the objects until the caller sets a ref."""
     tmp_ref = f"refs/import/{pin.line}"
-    store.run("update-ref", "-d", tmp_ref)
+    store.delete_ref(tmp_ref)
     settings = {"fastimport.unpackLimit": "1", "pack.compression": "1"}
     argv = Git(store.cwd, config=settings).argv(
         "fast-import", "--quiet", "--force", "--depth=0", "--date-format=raw"
@@ -125,7 +125,7 @@ def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
         raise_if_disk_full(said, store.cwd)
         raise GitError(["fast-import"], child.returncode, said)
     commit = store.out("rev-parse", tmp_ref)
-    store.run("update-ref", "-d", tmp_ref)
+    store.delete_ref(tmp_ref)
     return commit
 
 

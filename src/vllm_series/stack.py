@@ -132,7 +132,7 @@ def read_ref(git: Git, ref: str) -> Stack | None:
 
 def write_ref(git: Git, ref: str, made: Stack) -> None:
     blob = git.out("hash-object", "-w", "--stdin", data=made.to_json().encode())
-    git.run("update-ref", ref, blob)
+    git.set_ref(ref, blob)
 
 
 def _am(ws: Workspace, store: Git, base: str, patches: Sequence[Patch], name: str, line: str) -> list[str]:

@@ -212,3 +212,21 @@ def test_a_second_run_waits_for_the_first(two: Project, monkeypatch: pytest.Monk
         os.killpg(holder.pid, signal.SIGKILL)
         holder.wait()
     two.apply()
+
+
+def test_a_ref_lock_of_a_killed_git_stops_nobody(two: Project) -> None:
+    """git dies between making the lock file of a ref and renaming it, in the tree and in the object store."""
+    line = two.tree.name
+    (two.root / "overlay/vllm/dsa/extra.py").write_text("extra = 1\n")
+    refs = two.tree / ".git/refs"
+    for name in ("stamp", "next", "previous", "exporting"):
+        (refs / f"series/{name}.lock").touch()
+    (refs / f"heads/series/{line}.lock").touch()
+    two.apply()
+    want = two.head_tree()
+    _sound(two, want)
+    assert (two.tree / "vllm/dsa/extra.py").is_file()
+    shutil.rmtree(two.tree)
+    (two.ws.odb / f"refs/heads/series/{line}.lock").touch()
+    two.apply()
+    _sound(two, want)

@@ -111,7 +111,9 @@ def main(argv: list[str] | None = None) -> int:
     with ThreadPoolExecutor(args.jobs) as threads:
         for file, mode, done in threads.map(one, jobs):
             runs[mode].files[file] = done
-            runs[mode].save(args.out / f"{_safe(mode)}.json")  # what is there counts, whenever the lease ends
+            runs[mode].save(
+                args.out / f"{_safe(mode)}.json"
+            )  # what is there counts, whenever the machine goes
     _confirm(plan["line"], runs, runners, end, args)
     return 0
 
