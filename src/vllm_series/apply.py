@@ -212,6 +212,7 @@ def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
             (git.cwd / ".git" / name).unlink(missing_ok=True)
         git.run("read-tree", "--reset", "-u", made.head)
     else:
+        git.run("update-index", "-q", "--refresh", check=False)  # a touched file is no changed file
         git.run("read-tree", "-m", "-u", old, made.head)
     git.run("symbolic-ref", "HEAD", stack.stack_ref(made.line))
     git.set_ref(stack.stack_ref(made.line), made.head, message="series apply")

@@ -112,6 +112,7 @@ def clean_env(extra: Mapping[str, str] | None = None) -> dict[str, str]:
         GIT_CONFIG_GLOBAL="/dev/null",
         GIT_CONFIG_NOSYSTEM="1",
         GIT_ATTR_NOSYSTEM="1",
+        GIT_OPTIONAL_LOCKS="0",  # `git status` killed while it stores what it saw would leave index.lock
         GIT_TERMINAL_PROMPT="0",
         GIT_EDITOR=":",
         GIT_PAGER="cat",

@@ -230,3 +230,16 @@ def test_a_ref_lock_of_a_killed_git_stops_nobody(two: Project) -> None:
     (two.ws.odb / f"refs/heads/series/{line}.lock").touch()
     two.apply()
     _sound(two, want)
+
+
+def test_looking_at_a_tree_locks_nothing(two: Project) -> None:
+    """A touched file makes `git status` write the index; killed meanwhile, it would leave index.lock."""
+    index = two.tree / ".git/index"
+    before = index.read_bytes()
+    for path in (two.tree / "vllm").rglob("*.py"):
+        os.utime(path, (1, 1))
+    assert two.state() == "APPLIED"
+    assert index.read_bytes() == before
+    (two.root / "overlay/vllm/dsa/__init__.py").write_text("NAME = 'other'\n")
+    two.apply()
+    assert two.state() == "APPLIED" and "other" in (two.tree / "vllm/dsa/__init__.py").read_text()
