@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """LiteDSA without a GPU: the definition, the grouped algorithm, the plan and the FP8 cache rows."""
 
+import itertools
 import math
 import random
 
@@ -125,9 +126,9 @@ def test_groups_never_cross_a_bound_and_cover_everything(heads: int) -> None:
         for _ in range(rng.randint(0, 6)):
             bounds.append(bounds[-1] + rng.choice((0, 1, 2, 7, 8, 9, 64, 131)))
         starts = plan.group_starts(bounds, heads)
-        tokens = [t for a, b in zip(starts, starts[1:], strict=False) for t in range(a, b)]
+        tokens = [t for a, b in itertools.pairwise(starts) for t in range(a, b)]
         assert tokens == list(range(bounds[0], bounds[-1]))
-        for a, b in zip(starts, starts[1:], strict=False):
+        for a, b in itertools.pairwise(starts):
             assert 1 <= b - a <= plan.group_size(heads)
             assert not any(a < bound < b for bound in bounds)
 

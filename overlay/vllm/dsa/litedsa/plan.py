@@ -6,6 +6,7 @@ Every rank that sees the same sizes decides the same.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -55,10 +56,10 @@ def group_starts(bounds: Sequence[int], heads: int) -> list[int]:
     Raises:
         ValueError: ``bounds`` is empty or descends.
     """
-    if not bounds or any(b < a for a, b in zip(bounds, bounds[1:], strict=False)):
+    if not bounds or any(b < a for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"litedsa: bounds of requests must ascend, not {list(bounds)[:9]}")
     size = group_size(heads)
-    starts = [s for a, b in zip(bounds, bounds[1:], strict=False) for s in range(a, b, size)]
+    starts = [s for a, b in itertools.pairwise(bounds) for s in range(a, b, size)]
     return [*starts, bounds[-1]]
 
 
@@ -78,7 +79,8 @@ class Sizes:
 
     Attributes:
         slots: int32 ``[groups, capacity]``, physical cache rows of the union, then -1.
-        masks: int64 ``[groups, capacity / 64, group size]``; bit e of a word: the query takes entry e of the tile.
+        masks: int64 ``[groups, capacity / 64, group size]``; bit e of a word: the query takes entry e of the
+            tile.
         counts: int32 ``[groups]``, entries of the union.
     """
 

@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """What LiteDSA computes, in plain PyTorch: slow, exact and on any device.
 
-`attend` is the definition, one query at a time. `attend_grouped` is the algorithm of the kernel: unions, masks and
-an online softmax over tiles of the union. Both give the same up to rounding, on any input that is not refused.
+`attend` is the definition, one query at a time. `attend_grouped` is the algorithm of the kernel: unions, masks
+and an online softmax over tiles of the union. Both give the same up to rounding, on any input that is not
+refused.
 
-The log-sum-exp is natural and of the scaled scores, as flash_mla_sparse_fwd and FlashAttention return it. A query
-without a key gives 0 and -inf, the neutral element of a merge.
+The log-sum-exp is natural and of the scaled scores, as flash_mla_sparse_fwd and FlashAttention return it. A
+query without a key gives 0 and -inf, the neutral element of a merge.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -21,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def refuse_duplicates(topk: torch.Tensor) -> None:
-    """Raise if a query names a key twice: a set has no room for it, so the result would differ from upstream's.
+    """Raise if a query names a key twice: a set has no room for it, so the result would not be upstream's.
 
     Raises:
         ValueError: names the first such query.
@@ -53,8 +55,8 @@ def attend(
         topk: integers ``[tokens, k]``, rows of ``kv``; negative entries are no keys and may stand anywhere.
         scale: factor of the scores.
         v_dim: elements of a value.
-        sinks: ``[heads]``, an extra logit per head that takes part in the sum of the weights alone; not in the
-            returned log-sum-exp.
+        sinks: ``[heads]``, an extra logit per head that takes part in the sum of the weights alone, not in
+            the returned log-sum-exp.
 
     Returns:
         float64 ``[tokens, heads, v_dim]`` and ``[tokens, heads]``, the output and the natural log-sum-exp.
@@ -106,7 +108,7 @@ def unions(topk: torch.Tensor, starts: Sequence[int]) -> list[Union]:
 
     refuse_duplicates(topk)
     found = []
-    for a, b in zip(starts, starts[1:], strict=False):
+    for a, b in itertools.pairwise(starts):
         mine = topk[a:b].long()
         keys = mine[mine >= 0].unique()
         mask = torch.zeros(keys.numel(), b - a, dtype=torch.bool, device=topk.device)
@@ -136,7 +138,7 @@ def attend_grouped(
     out = torch.zeros(tokens, heads, v_dim, dtype=torch.float64, device=q.device)
     lse = torch.full((tokens, heads), -torch.inf, dtype=torch.float64, device=q.device)
     for (a, b), union in zip(
-        zip(starts, starts[1:], strict=False), unions(topk, starts), strict=True
+        itertools.pairwise(starts), unions(topk, starts), strict=True
     ):  # rows of the tile: query-major, head-minor
         rows = q[a:b].double().reshape(-1, dim)
         top = rows.new_full((rows.shape[0],), -torch.inf)
@@ -164,8 +166,8 @@ def attend_grouped(
 def pack_fp8(kv: torch.Tensor) -> torch.Tensor:
     """Return rows of 576 floats as ``fp8_ds_mla`` rows, uint8 ``[rows, 656]``.
 
-    512 e4m3 values in four blocks of 128, each with a float32 scale (its largest magnitude / 448), then the last
-    64 elements in bfloat16.
+    512 e4m3 values, the float32 scales of their four blocks (largest magnitude / 448), then the last 64 elements
+    in bfloat16.
     """
     import torch
 
