@@ -21,7 +21,7 @@ SELECTIONS = (
 def select(
     name: str, tokens: int, k: int, rows: int, generator: torch.Generator, group: int = 8
 ) -> torch.Tensor:
-    """Return int32 ``[tokens, k]`` on the CPU: distinct rows of ``range(rows)`` per token in any order, and -1.
+    """Return int32 ``[tokens, k]`` on the CPU: distinct rows of ``range(rows)`` per token, any order, and -1.
 
     ``disjoint`` needs ``rows >= group * k``: tokens less than ``group`` apart share nothing. ``one_shared``
     is the same except for one row that all tokens have.
@@ -66,7 +66,7 @@ def overlapping(
 ) -> torch.Tensor:
     """Return a selection whose groups of ``group`` neighbours have unions of about ``ratio * k`` rows.
 
-    Each group draws a pool of ``ratio * k`` rows and each of its tokens k of them: ``ratio`` 1 gives identical
+    Each group draws a pool of ``ratio * k`` rows, each of its tokens k of them: ``ratio`` 1 gives identical
     sets, ``group`` disjoint ones.
     """
     out = torch.empty(tokens, k, dtype=torch.int32)

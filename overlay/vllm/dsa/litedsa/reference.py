@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What LiteDSA computes, in plain PyTorch: slow, exact and on any device.
 
-`attend` is the definition, one query at a time. `attend_grouped` is the algorithm of the kernel: unions, masks
-and an online softmax over tiles of the union. Both give the same up to rounding, on any input that is not
+`attend` is the definition, one query at a time. `attend_grouped` is the kernel's algorithm: unions, masks and
+an online softmax over tiles of the union. Both give the same up to rounding, on any input that is not
 refused.
 
 The log-sum-exp is natural and of the scaled scores, as flash_mla_sparse_fwd and FlashAttention return it. A
@@ -166,8 +166,8 @@ def attend_grouped(
 def pack_fp8(kv: torch.Tensor) -> torch.Tensor:
     """Return rows of 576 floats as ``fp8_ds_mla`` rows, uint8 ``[rows, 656]``.
 
-    512 e4m3 values, the float32 scales of their four blocks (largest magnitude / 448), then the last 64 elements
-    in bfloat16.
+    512 e4m3 values, the float32 scales of their four blocks (largest magnitude / 448), then the last 64
+    elements in bfloat16.
     """
     import torch
 
