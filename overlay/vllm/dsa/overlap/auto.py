@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What ``auto`` means: the mode that a stored measurement on this kind of card found best for a token count.
+
+A CUDA graph is captured once for all context lengths, so the choice is by token count and never by context;
+an entry holds only what was slower at no measured context. Without an entry ``auto`` acts as ``off``.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from vllm.dsa.overlap.mode import Mode
+
+
+@dataclass(frozen=True)
+class Entry:
+    """The measured modes of one configuration.
+
+    Attributes:
+        line: release line, such as ``0.33.0``.
+        card: see `card_slug`.
+        heads: attention heads of one rank.
+        index_heads: heads of the indexer.
+        graph: ``FULL`` if decode runs as full CUDA graphs, else ``NONE``.
+        points: (token count, mode value) in rising order of token counts; each was measured.
+    """
+
+    line: str
+    card: str
+    heads: int
+    index_heads: int
+    graph: str
+    points: tuple[tuple[int, str], ...]
+
+    def mode(self, tokens: int) -> Mode:
+        """The mode for ``tokens``. Between two measured counts both must have chosen it; outside, OFF."""
+        below = [mode for count, mode in self.points if count <= tokens]
+        above = [mode for count, mode in self.points if count >= tokens]
+        if not below or not above:
+            return Mode.OFF
+        if below[-1] == above[0]:
+            return Mode(below[-1])
+        # "full" holds "wk": where one neighbour found full best and the other wk, wk is part of both.
+        return Mode.WK if {below[-1], above[0]} == {Mode.WK.value, Mode.FULL.value} else Mode.OFF
+
+
+def card_slug(name: str) -> str:
+    """The name of a card in bench/results: ``NVIDIA H200`` is ``h200``."""
+    return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-")
+
+
+def find(line: str, card: str, heads: int, index_heads: int, graph: str) -> Entry | None:
+    """The stored measurement of exactly this configuration, or None."""
+    from vllm.dsa.overlap.measured import MEASURED
+
+    key = (line, card, heads, index_heads, graph)
+    for entry in MEASURED:
+        if (entry.line, entry.card, entry.heads, entry.index_heads, entry.graph) == key:
+            return entry
+    return None
+
+
+def has_card(line: str, card: str) -> bool:
+    """Whether anything was measured on this kind of card."""
+    from vllm.dsa.overlap.measured import MEASURED
+
+    return any((entry.line, entry.card) == (line, card) for entry in MEASURED)
+
+
+def no_measurement(card: str) -> str:
+    """The reason to show where `find` or `has_card` has nothing."""
+    return f"auto acts as off: no stored measurement for this configuration on {card or 'this machine'}"

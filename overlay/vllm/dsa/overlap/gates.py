@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When nothing may fork, and why. All from host data that every rank has alike.
+
+Each function returns a short reason, or None where the overlap may run. A reason of `config_reason` holds for
+the life of the engine, one of `forward_reason` for one forward pass.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.dsa import switches
+
+THRESHOLD = "VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD"
+
+#: Reasons of `forward_reason`: counted, never warned about, because every engine meets some of them.
+PROFILE_RUN = "profile run"
+MICROBATCHES = "microbatches"
+PIECEWISE = "PIECEWISE CUDA graph"
+BREAKABLE = "breakable CUDA graph capture"
+TOO_MANY_TOKENS = "more tokens than the threshold"
+NO_TOKENS = "no tokens"
+
+
+def config_reason(config: Any | None) -> str | None:
+    """Why this engine never forks, whatever the layer.
+
+    Args:
+        config: a VllmConfig, or None where there is no engine (then only the platform is judged).
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        return "needs an NVIDIA GPU"
+    if config is None:
+        return None
+    parallel = config.parallel_config
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        return "prefill context parallelism"
+    if getattr(parallel, "use_ubatching", False) or getattr(parallel, "enable_dbo", False):
+        return "dual batch overlap"
+    if config.lora_config is not None:
+        return "LoRA"
+    return None
+
+
+def forward_reason(context: Any, tokens: int) -> str | None:
+    """Why this forward pass does not fork.
+
+    Never asks for runtime mode FULL: the V2 model runner captures full graphs with mode NONE.
+
+    Args:
+        context: vLLM's ForwardContext of this pass.
+        tokens: rows of the layer's input, padding included.
+    """
+    from vllm.compilation import breakable_cudagraph as breakable
+    from vllm.config import CUDAGraphMode
+
+    if context.attn_metadata is None:
+        return PROFILE_RUN
+    if not isinstance(context.attn_metadata, dict) or context.ubatch_slices is not None:
+        return MICROBATCHES
+    if context.cudagraph_runtime_mode == CUDAGraphMode.PIECEWISE:
+        return PIECEWISE
+    if breakable.BreakableCUDAGraphCapture.is_active():
+        return BREAKABLE
+    if tokens == 0:
+        return NO_TOKENS
+    if tokens > int(switches.get(THRESHOLD)):
+        return TOO_MANY_TOKENS
+    return None
