@@ -20,20 +20,37 @@ TEXT
 line="" full=--check args=()
 while [ $# -gt 0 ]; do
     case "$1" in
-        -h | --help) usage; exit 0 ;;
+        -h | --help)
+            usage
+            exit 0
+            ;;
         --platform)
-            [ $# -ge 2 ] || { echo "error: --platform needs a value" >&2; exit 2; }
-            args+=(--platform "$2"); shift ;;
+            [ $# -ge 2 ] || {
+                echo "error: --platform needs a value" >&2
+                exit 2
+            }
+            args+=(--platform "$2")
+            shift
+            ;;
         --platform=* | --no-kernels | --json) args+=("$1") ;;
         --full-check) full=--full-check ;;
         --with-deepgemm)
             echo "error: --with-deepgemm: not in this release" >&2
             echo "  fix: run without it; vLLM's own DeepGEMM stays as upstream built it" >&2
-            exit 2 ;;
-        -*) echo "error: unknown option $1" >&2; usage >&2; exit 2 ;;
+            exit 2
+            ;;
+        -*)
+            echo "error: unknown option $1" >&2
+            usage >&2
+            exit 2
+            ;;
         *)
-            [ -z "$line" ] || { echo "error: one line at a time: $line or $1" >&2; exit 2; }
-            line="$1" ;;
+            [ -z "$line" ] || {
+                echo "error: one line at a time: $line or $1" >&2
+                exit 2
+            }
+            line="$1"
+            ;;
     esac
     shift
 done

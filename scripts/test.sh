@@ -8,7 +8,7 @@ set -euo pipefail
 STAGES=(lint unit real verify envs overlay upstream)
 declare -A BUDGET=([lint]=2 [unit]=6 [real]=9 [verify]=2 [envs]=7 [overlay]=6 [upstream]=13)
 declare -A TITLE=(
-    [lint]="ruff, mypy, shellcheck"
+    [lint]="the pre-commit hooks: ruff, mypy, shellcheck, shfmt, clang-format, Buildkite schema, series lint"
     [unit]="our tests without an upstream tree"
     [real]="our tests on the real upstream trees and wheels"
     [verify]="series verify of all lines"
@@ -28,7 +28,11 @@ usage() {
     echo "  --gpu       the GPU suite, in the Python that has the wheel: PYTHON=...; options: --gpu --help"
 }
 
-fail() { echo "error: $1" >&2; usage >&2; exit 2; }
+fail() {
+    echo "error: $1" >&2
+    usage >&2
+    exit 2
+}
 
 check_names() {
     local name
@@ -40,17 +44,22 @@ check_names() {
 only="" skip="" whole=""
 while [ $# -gt 0 ]; do
     case "$1" in
-        -h | --help | --list) usage; exit 0 ;;
+        -h | --help | --list)
+            usage
+            exit 0
+            ;;
         --only | --skip)
             [ $# -ge 2 ] || fail "$1 needs a stage"
             check_names "$2"
             if [ "$1" = --only ]; then only="$2"; else skip="$2"; fi
-            shift ;;
+            shift
+            ;;
         --upstream) whole=1 ;;
         --gpu)
             # In the Python that has the wheel; our own environment, which needs the network, is not made.
             shift
-            exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/../ci/gpu/suite.py" "$@" ;;
+            exec "${PYTHON:-python3}" "$(dirname "${BASH_SOURCE[0]}")/../ci/gpu/suite.py" "$@"
+            ;;
         *) fail "unknown option $1" ;;
     esac
     shift
@@ -67,13 +76,10 @@ if [ -n "$whole" ]; then
     exit
 fi
 
+# The checks are listed in .pre-commit-config.yaml; its formatters change the file that they find wrong.
 run_lint() {
-    local code=0
-    ruff check --output-format concise . || code=1
-    ruff format --check . || code=1
-    mypy || code=1
-    git ls-files -z '*.sh' '.ci/run' | xargs -0 shellcheck -x || code=1
-    return "$code"
+    PRE_COMMIT_HOME="$VLLM_SERIES_ROOT/.tools/pre-commit" \
+        pre-commit run --all-files --show-diff-on-failure --color never
 }
 
 run_unit() { pytest -n "$JOBS" --dist loadfile -m "not slow and not torch and not upstream" tests; }

@@ -50,10 +50,10 @@ struct Params {
 struct Item {
   int first_query;  // -1: no more work
   int split, splits;
-  int base;              // column of tile 0
-  int begin, end;        // this item's tiles
-  int max_ks, min_ke;    // over active rows: tiles in between need no range checks
-  int active;            // bit per row with more than k keys
+  int base;            // column of tile 0
+  int begin, end;      // this item's tiles
+  int max_ks, min_ke;  // over active rows: tiles in between need no range checks
+  int active;          // bit per row with more than k keys
   int ks[kMaxRows], ke[kMaxRows];
 };
 
@@ -167,8 +167,10 @@ __device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, c
   const bool positions = next < 0 && item.splits == 1;
   uint64_t bound =
       select::take_largest<32>(source, b, s.hist[warp], &s.scratch[warp], lane, [&](uint64_t key, int slot) {
-        if (positions) out[slot] = select::key_position(key) - ks;
-        else __stcg(keys + slot, key);
+        if (positions)
+          out[slot] = select::key_position(key) - ks;
+        else
+          __stcg(keys + slot, key);
       });
   if (next >= 0) {
     if (b.valid < p.k) bound = 0;
@@ -232,7 +234,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
   uint64_t* lists = p.lists + static_cast<int64_t>(blockIdx.x) * kRows * p.capacity;
   const uint64_t q_desc = ptx::wgmma_descriptor(s.q);
   const unsigned row_lanes = 0x11111111u << (lane % 4), row_lanes_below = row_lanes & ((1u << lane) - 1);  // lanes of the same query
-  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };  // within lists
+  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };    // within lists
   Ring ring;
   ring.first = group * kRing;
 
@@ -276,7 +278,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
       int column = base + (tile_at(begin, end, fill, i) + tile - i) * kTile;
       float sums[4];
 
-      const auto issue = [&](float(&d)[64], int stage, int half) {
+      const auto issue = [&](float (&d)[64], int stage, int half) {
         const uint64_t k_desc = ptx::wgmma_descriptor(s.keys[stage]);
         ptx::wgmma_fence();
 #pragma unroll
@@ -285,7 +287,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         ptx::wgmma_commit();
       };
       // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
-      const auto accumulate = [&](const float(&d)[64], int half) {
+      const auto accumulate = [&](const float (&d)[64], int half) {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const float4 w = kRegisterWeights ? make_float4(weights[half][4 * j], weights[half][4 * j + 1], weights[half][4 * j + 2],

@@ -41,8 +41,10 @@ struct Scratch {
 
 template <int kThreads>
 __device__ __forceinline__ void group_sync() {
-  if constexpr (kThreads == 32) __syncwarp();
-  else __syncthreads();
+  if constexpr (kThreads == 32)
+    __syncwarp();
+  else
+    __syncthreads();
 }
 
 // 16-byte loads that a thread has in flight: a selection waits for memory more than for anything else.
@@ -61,8 +63,10 @@ __device__ __forceinline__ void for_each_key(const uint64_t* keys, int n, int th
     for (int u = 0; u < kUnroll; ++u) {
       const int i = base + (u * kThreads + thread) * 2;
       v[u] = make_ulonglong2(0, 0);
-      if (i + 1 < n) v[u] = __ldcg(reinterpret_cast<const ulonglong2*>(keys + i));
-      else if (i < n) v[u].x = __ldcg(reinterpret_cast<const unsigned long long*>(keys + i));
+      if (i + 1 < n)
+        v[u] = __ldcg(reinterpret_cast<const ulonglong2*>(keys + i));
+      else if (i < n)
+        v[u].x = __ldcg(reinterpret_cast<const unsigned long long*>(keys + i));
     }
     __syncwarp();
 #pragma unroll

@@ -12,7 +12,11 @@ constexpr int kThreads = 256;
 constexpr int kMaxK = 2048;
 constexpr int kEmpty = -1;
 
-enum Column { kOnlyA, kOnlyB, kMalformedA, kMalformedB, kColumns };
+enum Column { kOnlyA,
+              kOnlyB,
+              kMalformedA,
+              kMalformedB,
+              kColumns };
 
 // Marks `id` in the table as a member of `list` (bit 1 or 2); true if that list held it before. `slots` is a power of two, at
 // least twice the number of ids in both lists, so that a free slot always turns up.
