@@ -87,6 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--select", action="append", default=[], metavar="NAME[:STEP]", help="only this; repeatable"
     )
+    parser.add_argument(
+        "--min-gpus", type=int, default=1, metavar="N", help="only what needs N cards or more"
+    )
     parser.add_argument("--tests-only", action="store_true", help="leave the benchmarks out")
     parser.add_argument(
         "--seconds", type=float, help="start no step whose estimate does not fit into what is left"
@@ -100,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
         if args.list:
             print(listing(suites))
             return 0
-        steps = choose(suites, args.select, args.tests_only)
+        steps = choose(suites, args.select, args.tests_only, args.min_gpus)
         machine = look()
     except SuiteError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -125,13 +128,15 @@ def main(argv: list[str] | None = None) -> int:
             continue
         rows.append(run_step(step, machine, out, out / "logs" / f"{step.suite}-{step.name}.log"))
         path = store(rows, machine, out)
-    print("\n" + table(rows))
+    print("\n" + table(rows) if rows else "nothing to run: no row fits what was asked for")
     if any(row.state != LEFT_OUT for row in rows):
         print(f"results: {path}")
     return int(any(row.state == FAILED for row in rows))
 
 
-def choose(suites: dict[str, tuple[str, list[Step]]], select: list[str], tests_only: bool) -> list[Step]:
+def choose(
+    suites: dict[str, tuple[str, list[Step]]], select: list[str], tests_only: bool, min_gpus: int = 1
+) -> list[Step]:
     """Return the steps that ``--select`` names (all without it).
 
     Raises:
@@ -143,7 +148,7 @@ def choose(suites: dict[str, tuple[str, list[Step]]], select: list[str], tests_o
         if name not in names:
             raise SuiteError(f"there is no {name} in the GPU suite\n  fix: scripts/test.sh --gpu --list")
     chosen = [s for s in every if not select or s.suite in select or f"{s.suite}:{s.name}" in select]
-    return [step for step in chosen if step.tests or not tests_only]
+    return [step for step in chosen if (step.tests or not tests_only) and step.gpus >= min_gpus]
 
 
 if __name__ == "__main__":

@@ -22,7 +22,17 @@ from vllm_series.errors import SeriesError
 from vllm_series.ui import emit, json_option, say, workspace
 from vllm_series.workspace import Workspace
 
-AREAS = ("cli_pin", "cli_wheel", "cli_kernels", "cli_overlay", "cli_rebase", "cli_baseline", "cli_doctor")
+AREAS = (
+    "cli_pin",
+    "cli_wheel",
+    "cli_kernels",
+    "cli_overlay",
+    "cli_rebase",
+    "cli_baseline",
+    "cli_ci",
+    "cli_doctor",
+    "cli_install",
+)
 _source = click.option(
     "--source",
     "sources",

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# Runs this job's share of upstream's tests on both trees of a line and compares them. Without Buildkite: all of them.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+line="${1:?usage: ci/upstream.sh LINE}"
+
+mapfile -t files < <(scripts/lib/run.sh series ci shard "$line")
+if [ "${#files[@]}" -eq 0 ]; then
+    echo "error: this job has no test file" >&2
+    exit 1
+fi
+exec scripts/lib/run.sh series baseline diff "$line" "${files[@]/#/--select=}"

@@ -1,0 +1,40 @@
+"""One Markdown text from what the steps of a build left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def markdown(build: Path) -> str:
+    """Return the text: patches to refresh, upstream diffs, GPU suites and canary, as far as they are there.
+
+    Args:
+        build: folder that holds ``refresh/``, ``baseline/reports/``, ``gpu-results/`` and ``canary/``.
+    """
+    parts = []
+    for path in sorted((build / "refresh").glob("*.patch")):
+        name = f"build/refresh/{path.name}"
+        parts.append(
+            f"#### patches of {path.stem} need a refresh\n\n"
+            f"    buildkite-agent artifact download {name} . && git apply {name}\n"
+        )
+    parts += [path.read_text(encoding="utf-8") for path in sorted((build / "baseline/reports").glob("*.md"))]
+    for path in sorted((build / "gpu-results").glob("**/gpu-suite/*.json")):
+        parts.append(_gpu(json.loads(path.read_text(encoding="utf-8"))))
+    parts += [path.read_text(encoding="utf-8") for path in sorted((build / "canary").glob("*.md"))]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts) or "Nothing to report.\n"
+
+
+def _gpu(data: dict[str, object]) -> str:
+    rows = data["rows"]
+    assert isinstance(rows, list)
+    text = [
+        f"#### GPU suite {data['line']}, {data['card']}",
+        "",
+        "| step | state | s | why |",
+        "|---|---|---|---|",
+    ]
+    for row in rows:
+        text.append(f"| {row['case']} | {row['state']} | {row['seconds']:.0f} | {row['reason']} |")
+    return "\n".join(text) + "\n"
