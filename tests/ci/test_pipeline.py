@@ -1,4 +1,4 @@
-"""Buildkite's pipeline: a snapshot, which a pre-commit hook validates; and every step is one that runs here."""
+"""Buildkite's pipeline: a snapshot, which a pre-commit hook validates; every step is one that runs here."""
 
 from __future__ import annotations
 
