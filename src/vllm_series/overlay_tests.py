@@ -32,6 +32,8 @@ from vllm_series.ui import say
 from vllm_series.workspace import Workspace
 
 OURS = "tests/dsa"
+#: Names the pristine tree to tests that compare the patched one with it.
+PRISTINE = "PRISTINE_TREE"
 #: Upstream's tests of what the first patch changes.
 UPSTREAM = ("tests/test_envs.py",)
 #: Folders of the tree that the tests read; the rest (csrc, docs, rust ...) is left out.
@@ -83,17 +85,18 @@ def _run_line(ws: Workspace, line: str, select: str) -> LineResult:
     with locked(ws.work / f"overlay-tests-{line}.lock"):
         patched = _lay(ws, pin, made.head, "patched")
         identity.write(patched, pin)
+        pristine = _lay(ws, pin, made.base, "pristine")
+        beside = {PRISTINE: str(pristine)}
         if select:
-            result.outcomes, error = _pytest(python, patched, OURS, "-k", select)
+            result.outcomes, error = _pytest(python, patched, OURS, "-k", select, **beside)
             _note(result, "patched tree", error)
             result.problems += _compare({}, result.outcomes)
             return result
-        pristine = _lay(ws, pin, made.base, "pristine")
         say(f"{line}: {', '.join(UPSTREAM)} in the pristine tree")
         before, error = _pytest(python, pristine, *UPSTREAM)
         _note(result, "pristine tree", error)
         say(f"{line}: {OURS}, {', '.join(UPSTREAM)} in the patched tree")
-        result.outcomes, error = _pytest(python, patched, OURS, *UPSTREAM)
+        result.outcomes, error = _pytest(python, patched, OURS, *UPSTREAM, **beside)
         _note(result, "patched tree", error)
         result.problems += _compare(before, result.outcomes)
         result.problems += _compare_keys(
@@ -176,7 +179,7 @@ def _environment(tree: Path, **variables: str) -> dict[str, str]:
     }
 
 
-def _pytest(python: Path, tree: Path, *arguments: str) -> tuple[dict[str, str], str]:
+def _pytest(python: Path, tree: Path, *arguments: str, **variables: str) -> tuple[dict[str, str], str]:
     """Return the outcome of each node, and what went wrong beside failing tests ('' if nothing)."""
     with tempfile.TemporaryDirectory() as scratch:
         report = Path(scratch) / "junit.xml"
@@ -184,7 +187,7 @@ def _pytest(python: Path, tree: Path, *arguments: str) -> tuple[dict[str, str], 
         done = subprocess.run(
             [str(python), "-m", "pytest", *options, *arguments],
             cwd=tree,
-            env=_environment(tree),
+            env=_environment(tree, **variables),
             capture_output=True,
             text=True,
             check=False,

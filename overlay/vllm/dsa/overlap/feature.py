@@ -16,7 +16,7 @@ _MODELS = Path(__file__).parents[2]
 #: Where the patches of the lines call this feature.
 _HOOKED_FILES = (
     _MODELS / "models" / "deepseek_v32" / "attention.py",  # 0.33.0
-    _MODELS / "model_executor" / "models" / "deepseek_v2.py",  # 0.28.0
+    _MODELS / "model_executor" / "layers" / "mla.py",  # 0.28.0
 )
 
 

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decides, when a layer is built, what it overlaps, and ties the parts together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import vllm.envs as envs
+from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
+from vllm.dsa import features, provenance
+from vllm.dsa.overlap import auto, gates
+from vllm.dsa.overlap.compiled import ops, runner  # noqa: F401  (importing ops registers them)
+from vllm.dsa.overlap.compiled.layer import FEATURE, LayerOverlap
+from vllm.dsa.overlap.feature import card_here
+from vllm.dsa.overlap.mode import Mode, requested
+
+NATIVE = "native is not in this release; full has the same schedule"
+
+#: Ops that must split the graph for F2: see `vllm.dsa.overlap.compiled.layer`.
+_SPLITTING = {"vllm::sparse_attn_indexer", "vllm::unified_mla_attention_with_output"}
+
+
+def attach(wrapper: Any) -> LayerOverlap | None:
+    """Return what a layer overlaps, or None: then it is built and runs exactly as upstream's.
+
+    Called at the end of the constructor of ``MultiHeadLatentAttentionWrapper``, for layers with an indexer.
+    All that it looks at is the same on every rank.
+
+    Args:
+        wrapper: the layer.
+
+    Raises:
+        ValueError: the model has another layer of this name.
+    """
+    mode = requested().mode
+    if mode is Mode.OFF:
+        return None
+    config = get_current_vllm_config()
+    reason = NATIVE if mode is Mode.NATIVE else gates.config_reason(config) or why_not(wrapper)
+    if reason:
+        features.report_declined(FEATURE, reason)
+        return None
+    choose: Callable[[int], Mode] = lambda _tokens: mode  # noqa: E731
+    whole = mode is Mode.FULL
+    if mode is Mode.AUTO:
+        entry = measured(wrapper, config)
+        if entry is None:
+            return None  # said at start-up
+        choose = entry.mode
+        whole = any(chosen == Mode.FULL.value for _, chosen in entry.points)
+    if whole and (reason := why_not_whole(config)):
+        features.report_declined(FEATURE, f"{reason}: no more than wk")
+        whole = False
+
+    from vllm.utils.torch_utils import aux_stream
+
+    overlap = LayerOverlap(
+        f"{wrapper.prefix}.dsa_overlap",
+        wrapper.indexer.wk_weights_proj,
+        aux_stream(),
+        choose,
+        whole=whole,
+        pieces=mode is not Mode.FULL,
+    )
+    layers = config.compilation_config.static_forward_context
+    if overlap.name in layers:
+        raise ValueError(f"Duplicate layer name: {overlap.name}")
+    layers[overlap.name] = overlap
+    if whole:
+        runner.install(wrapper.indexer.k_cache, wrapper.mla_attn, overlap)
+    features.report_active(FEATURE, f"mode {mode}" if whole or mode is not Mode.FULL else "mode wk")
+    return overlap
+
+
+def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
+    """Return what ``auto`` knows about this layer's shape on this card, or None."""
+    from vllm.config import CUDAGraphMode
+
+    full = config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
+    line = provenance.read().line
+    return auto.find(line, card_here(), wrapper.num_heads, wrapper.indexer.n_head, "FULL" if full else "NONE")
+
+
+def why_not(wrapper: Any) -> str | None:
+    """Return why this layer overlaps nothing, or None."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+    from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
+    from vllm.model_executor.models.deepseek_v2 import Indexer
+
+    if type(wrapper) is not MultiHeadLatentAttentionWrapper:
+        return f"attention layer of type {type(wrapper).__name__}"
+    if type(wrapper.indexer) is not Indexer:
+        return f"indexer of type {type(wrapper.indexer).__name__}"
+    if wrapper.q_lora_rank is None:
+        return "no fused QKV-A projection"
+    linear = wrapper.indexer.wk_weights_proj
+    if type(linear.quant_method) is not UnquantizedLinearMethod or linear.bias is not None:
+        return "quantised wk_weights_proj"
+    return "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None
+
+
+def why_not_whole(config: VllmConfig) -> str | None:
+    """Return why the indexer's op cannot be deferred (F2), or None."""
+    compilation = config.compilation_config
+    if compilation.mode == CompilationMode.NONE:
+        return None
+    if compilation.mode != CompilationMode.VLLM_COMPILE or compilation.use_inductor_graph_partition:
+        return "vLLM does not split the graph"
+    if not set(compilation.splitting_ops or ()) >= _SPLITTING:
+        return "indexer and attention do not split the graph"
+    return None
