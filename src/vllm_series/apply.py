@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from vllm_series import clone, fetch, identity, importer, lock, overlay, series, stack, state
+from vllm_series import clone, fetch, identity, importer, lock, overlay, scratch, series, stack, state
 from vllm_series.errors import IntegrityError, UsageError, WouldLoseWork
 from vllm_series.files import blob_id
 from vllm_series.git import Git
@@ -113,14 +113,7 @@ def _base_of(ws: Workspace, pin: Pin, found: state.TreeState, imported: str) -> 
     if not git.commit_of(found.stamp.base) or not clone.is_clone_of(git, found.stamp.base, pin):
         return imported
     if not store.commit_of(found.stamp.base):
-        store.run(
-            "fetch",
-            "-q",
-            "--no-tags",
-            "--no-write-fetch-head",
-            str(found.path),
-            f"+HEAD:{clone.ref(pin.line)}",
-        )
+        importer.fetch_ref(ws, found.path, "HEAD", clone.ref(pin.line))
     return found.stamp.base
 
 
@@ -217,8 +210,8 @@ def _lay_out(git: Git, made: Stack, old: str, *, overwrite: bool) -> None:
     git.run("symbolic-ref", "HEAD", stack.stack_ref(made.line))
     git.set_ref(stack.stack_ref(made.line), made.head, message="series apply")
     stack.write_ref(git, STAMP, made)
-    git.delete_ref(EXPORTING)
-    git.delete_ref(NEXT)
+    git.clear_ref(EXPORTING)
+    git.clear_ref(NEXT)
 
 
 def adopt(ws: Workspace, git: Git, made: Stack) -> None:
@@ -261,7 +254,7 @@ def finish(ws: Workspace, pin: Pin, found: state.TreeState) -> None:
     for name in ("index.lock", "HEAD.lock", "packed-refs.lock"):
         (found.path / ".git" / name).unlink(missing_ok=True)
     if not git.commit_of(made.head) or not found.head:
-        git.delete_ref(NEXT)
+        git.clear_ref(NEXT)
         return
     expected = {git.commit_of(PREVIOUS), made.head}
     moving = set(git.changed(found.head, made.head))
@@ -279,14 +272,14 @@ def _save(ws: Workspace, pin: Pin, found: state.TreeState) -> str:
     """Keep HEAD and all uncommitted files as a commit under ``refs/series/saved``; clean the tree to HEAD."""
     git = Git(found.path)
     head = found.head or "HEAD"
-    with tempfile.TemporaryDirectory(dir=ws.work, prefix="index-") as tmp:
-        own = git.with_env(GIT_INDEX_FILE=os.fspath(Path(tmp) / "index"))
+    with scratch.folder(ws, "index") as tmp:
+        own = git.with_env(GIT_INDEX_FILE=os.fspath(tmp / "index"))
         own.run("read-tree", head)
         own.run("add", "-A", ".")
         tree = own.out("write-tree")
     commit = git.out("commit-tree", tree, "-p", head, "-m", "work discarded by series apply --discard")
     ref = f"refs/series/saved/{commit[:12]}"
-    git.run("update-ref", ref, commit)
+    git.set_ref(ref, commit)
     for path in git.paths("ls-files", "-z", "--others", "--exclude-standard"):
         if not overlay.is_junk(path):
             (found.path / path).unlink(missing_ok=True)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_series import importer, sdist
+from vllm_series import importer, scratch, sdist
 from vllm_series.errors import FetchFailed, IntegrityError, UsageError
 from vllm_series.git import Git
 from vllm_series.index import shown
@@ -33,16 +32,14 @@ def base_from(ws: Workspace, pin: Pin, url: str, sources: Iterable[Path] = ()) -
     """
     imported = importer.import_pin(ws, pin, sources)
     store = importer.odb(ws)
-    with tempfile.TemporaryDirectory(dir=ws.work, prefix="clone-") as tmp:
-        git = Git(Path(tmp))
+    with scratch.folder(ws, "clone") as tmp:
+        git = Git(tmp)
         git.run("init", "-q", "--bare", "--template=", ".")
         commit = _fetch(git, pin, url)
         text = f"vLLM {pin.version} from a clone\n\nCommit: {commit}\n"
         base = git.out("commit-tree", f"{commit}^{{tree}}", "-F", "-", data=text.encode())
         git.run("update-ref", "refs/heads/base", base)
-        store.run(
-            "fetch", "-q", "--no-tags", "--no-write-fetch-head", tmp, f"+refs/heads/base:{ref(pin.line)}"
-        )
+        importer.fetch_ref(ws, tmp, "refs/heads/base", ref(pin.line))
     mine, theirs = store.files(imported), store.files(base)
     wrong = sorted(path for path, (_, blob) in mine.items() if path in theirs and theirs[path][1] != blob)
     if wrong:

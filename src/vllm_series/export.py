@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from vllm_series import apply as applying
-from vllm_series import export_files, importer, lock, overlay, series, stack, state
+from vllm_series import export_files, importer, lock, overlay, scratch, series, stack, state
 from vllm_series.errors import CheckFailed, NeedsPerson, WouldLoseWork
 from vllm_series.git import Git
 from vllm_series.pins import Pin
@@ -82,14 +82,7 @@ def export(ws: Workspace, pin: Pin, *, drop: Sequence[str] = ()) -> Plan:
         store, stamp = importer.odb(ws), found.stamp
         _disk_unchanged(ws, pin.line, found)
         old = export_files.patches_on_disk(ws, pin.line, Git(found.path))
-        store.run(
-            "fetch",
-            "-q",
-            "--no-tags",
-            "--no-write-fetch-head",
-            str(found.path),
-            f"+HEAD:refs/export/{pin.line}",
-        )
+        importer.fetch_ref(ws, found.path, "HEAD", f"refs/export/{pin.line}")
         commits = collect(ws, store, stamp.base, found.head, pin.line)
         plan = plan_patches(store, commits, old, stamp, drop, pin.line)
         _plan_overlay(ws, store, found.head, stamp, plan, pin.line)
@@ -137,7 +130,7 @@ def collect(ws: Workspace, store: Git, base: str, head: str, line: str) -> list[
 
 
 def _squash(ws: Workspace, store: Git, base: str, head: str, line: str) -> str:
-    with importer.scratch(store, ws, head, f"export-{line}") as tree:
+    with scratch.work_tree(store, ws, head, f"export-{line}") as tree:
         # An editor that changes nothing leaves git's own remarks in a squashed message; "#" may start a
         # user's line.
         tree = tree.with_config(commit_cleanup="strip", core_commentChar="\x1f")

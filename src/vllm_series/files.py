@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import glob
 import hashlib
 import os
 import tarfile
@@ -17,7 +19,9 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> bool:
     if path.is_file() and path.read_bytes() == raw and (path.stat().st_mode & 0o777) == mode:
         return False
     path.parent.mkdir(parents=True, exist_ok=True)
-    fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+    for leftover in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        _remove_if_left(leftover)
+    fd, name = _new_beside(path)
     try:
         with os.fdopen(fd, "wb") as out:
             out.write(raw)
@@ -30,6 +34,23 @@ def write_atomic(path: Path, data: bytes | str, *, mode: int = 0o644) -> bool:
             Path(name).unlink()
         raise
     return True
+
+
+def _new_beside(path: Path) -> tuple[int, str]:
+    """Make a temporary file that is locked as long as it is open, so that nobody takes it for a leftover."""
+    while True:
+        fd, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        if os.fstat(fd).st_nlink:  # else another run took it for one, in the moment before it was locked
+            return fd, name
+        os.close(fd)
+
+
+def _remove_if_left(path: Path) -> None:
+    """Remove a temporary file whose writer was killed."""
+    with contextlib.suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink()
 
 
 def sha256_of(data: bytes) -> str:

@@ -59,6 +59,8 @@ _CONFIG = {
     "i18n.commitEncoding": "UTF-8",
     "i18n.logOutputEncoding": "UTF-8",
     "init.defaultBranch": "series",
+    "init.defaultObjectFormat": "sha1",
+    "init.defaultRefFormat": "files",
     "mailinfo.scissors": "false",
     "maintenance.auto": "false",
     "rebase.abbreviateCommands": "false",
@@ -203,15 +205,25 @@ class Git:
 
         A ``.lock`` beside it is then what a killed git left, and would stop every later run.
         """
-        self._drop_ref_lock(ref)
+        self.drop_ref_lock(ref)
         self.run("update-ref", *(("-m", message) if message else ()), ref, value)
 
-    def delete_ref(self, ref: str) -> None:
-        """Delete a ref (if it is there), on the conditions of ``set_ref``."""
-        self._drop_ref_lock(ref)
-        self.run("update-ref", "-d", ref)
+    def clear_ref(self, ref: str) -> None:
+        """Let a ref that names a blob name an empty one, on the conditions of ``set_ref``.
 
-    def _drop_ref_lock(self, ref: str) -> None:
+        To delete it git would lock all packed refs, and killed then it would stop whoever deletes or packs
+        a ref here.
+        """
+        self.set_ref(ref, self.out("hash-object", "-w", "--stdin", data=b""))
+
+    def fetch_ref(self, source: Path, name: str, ref: str) -> None:
+        """Fetch ``name`` of another repository on this machine into a ref, on the conditions of
+        ``set_ref``."""
+        self.drop_ref_lock(ref)
+        self.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", str(source), f"+{name}:{ref}")
+
+    def drop_ref_lock(self, ref: str) -> None:
+        """Remove the lock of a ref that a killed git left, on the conditions of ``set_ref``."""
         own = self.cwd / ".git"
         folder = own if own.is_dir() else self.cwd
         (folder / f"{ref}.lock").unlink(missing_ok=True)

@@ -31,11 +31,36 @@ from vllm_series.workspace import Workspace
 def odb(ws: Workspace) -> Git:
     """Return git in the object store, which is made on first use and holds the imports of all pins."""
     require_git()
-    if not (ws.odb / "HEAD").is_file() or not (ws.odb / "objects").is_dir():
+    if not ws.odb.is_dir():
         with locked(ws.work / "odb.lock"):
-            ws.odb.mkdir(parents=True, exist_ok=True)
-            Git(ws.odb).run("init", "-q", "--bare", "--template=", ".")
+            new = ws.odb.with_name(f".{ws.odb.name}.new")
+            shutil.rmtree(new, ignore_errors=True)
+            new.mkdir()
+            Git(new).run("init", "-q", "--bare", "--template=", "--object-format=sha1", ".")
+            if not ws.odb.is_dir():  # another run may have made it while this one waited
+                new.rename(ws.odb)
     return Git(ws.odb)
+
+
+@contextlib.contextmanager
+def writing(ws: Workspace) -> Iterator[None]:
+    """Hold the store's lock, as every run does that fetches or imports into it, and remove what killed ones
+    left."""
+    with locked(ws.work / "odb.lock"):
+        packs = ws.odb / "objects" / "pack"
+        # A .keep stops every later import of the same files: "cannot create keep file".
+        for leftover in (*packs.glob("tmp_*"), *packs.glob("*.keep"), ws.odb / "shallow.lock"):
+            with contextlib.suppress(OSError):
+                leftover.unlink()
+        yield
+
+
+def fetch_ref(ws: Workspace, source: Path, name: str, ref: str) -> None:
+    """Fetch ``name`` of another repository on this machine into a ref of the store; the caller holds the lock
+    that guards the ref."""
+    store = odb(ws)
+    with writing(ws):
+        store.fetch_ref(source, name, ref)
 
 
 def base_ref(line: str) -> str:
@@ -73,11 +98,10 @@ def import_pin(ws: Workspace, pin: Pin, sources: Iterable[Path] = ()) -> str:
     if wanted and store.commit_of(base_ref(pin.line)) == wanted:
         return wanted
     archive = fetch.fetch(ws, pin.source.sdist, sources)
-    with locked(ws.work / "odb.lock"):
+    with writing(ws):
         if wanted and store.commit_of(wanted):
             store.set_ref(base_ref(pin.line), wanted)
             return wanted
-        _remove_leftovers(ws.odb)
         say(f"import {archive.name}")
         try:
             commit = _fast_import(store, pin, archive)
@@ -94,9 +118,10 @@ def import_pin(ws: Workspace, pin: Pin, sources: Iterable[Path] = ()) -> str:
 
 
 def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
-    """Feed the sdist to git fast-import; nothing refers to the objects until the caller sets a ref."""
+    """Feed the sdist to git fast-import; what it is good for shows only when the caller sets the line's
+    ref."""
     tmp_ref = f"refs/import/{pin.line}"
-    store.delete_ref(tmp_ref)
+    store.drop_ref_lock(tmp_ref)
     settings = {"fastimport.unpackLimit": "1", "pack.compression": "1"}
     argv = Git(store.cwd, config=settings).argv(
         "fast-import", "--quiet", "--force", "--depth=0", "--date-format=raw"
@@ -124,9 +149,7 @@ def _fast_import(store: Git, pin: Pin, archive: Path) -> str:
     if child.returncode != 0:
         raise_if_disk_full(said, store.cwd)
         raise GitError(["fast-import"], child.returncode, said)
-    commit = store.out("rev-parse", tmp_ref)
-    store.delete_ref(tmp_ref)
-    return commit
+    return store.out("rev-parse", tmp_ref)
 
 
 def _send(out: IO[bytes], pin: Pin, archive: Path, ref: str) -> None:
@@ -153,47 +176,3 @@ def _send(out: IO[bytes], pin: Pin, archive: Path, ref: str) -> None:
 
 def _quoted(path: str) -> str:
     return '"' + path.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
-def _remove_leftovers(store: Path) -> None:
-    """Remove temporary packs of imports that were killed (the caller holds the store's lock)."""
-    for folder in (store / "objects", store / "objects" / "pack"):
-        for leftover in (*folder.glob("tmp_*"), *folder.glob(".tmp-*")):
-            with contextlib.suppress(OSError):
-                leftover.unlink()
-
-
-@contextlib.contextmanager
-def scratch(
-    store: Git, ws: Workspace, commit: str, name: str, only: Iterable[str] | None = None
-) -> Iterator[Git]:
-    """Yield git in a throw-away work tree at ``commit``; ``only`` limits which files are really written.
-
-    The caller holds the lock of ``name``: a leftover of a killed run under this name is removed first.
-    """
-    place = ws.work / "scratch" / name
-    _drop_scratch(store, place)
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with locked(ws.work / "odb.lock"):
-        store.run("worktree", "add", "-q", "--force", "--detach", "--no-checkout", str(place), commit)
-    tree = Git(place)
-    try:
-        if only is not None:
-            sparse = Path(tree.out("rev-parse", "--absolute-git-dir")) / "info" / "sparse-checkout"
-            sparse.parent.mkdir(parents=True, exist_ok=True)
-            sparse.write_text("".join(f"/{_escaped(path)}\n" for path in only) or "/.none\n")
-            tree = tree.with_config(core_sparseCheckout="true", core_sparseCheckoutCone="false")
-        tree.run("read-tree", "-m", "-u", "HEAD")
-        yield tree
-    finally:
-        _drop_scratch(store, place)
-
-
-def _escaped(path: str) -> str:
-    return "".join("\\" + c if c in "\\*?[]! #" else c for c in path)
-
-
-def _drop_scratch(store: Git, place: Path) -> None:
-    if place.exists():
-        shutil.rmtree(place)
-    store.run("worktree", "prune", "--expire=now")

@@ -40,8 +40,7 @@ def write_one(ws: Workspace, pin: Pin, name: str) -> None:
                 f"build/{line} was not laid out to make {name} anew",
                 fix=f"series apply {line} --before {name}, commit the change there, then this command again",
             )
-        reference = f"+HEAD:refs/export/{line}"
-        store.run("fetch", "-q", "--no-tags", "--no-write-fetch-head", str(found.path), reference)
+        importer.fetch_ref(ws, found.path, "HEAD", f"refs/export/{line}")
         commits = export.collect(ws, store, stamp.head, found.head, line)
         if len(commits) != 1 or commits[0].overlay:
             raise CheckFailed(

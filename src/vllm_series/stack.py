@@ -9,13 +9,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from vllm_series import importer, overlay, series
+from vllm_series import importer, overlay, scratch, series
 from vllm_series.errors import CheckFailed
 from vllm_series.files import sha256_of
 from vllm_series.git import Git
@@ -137,10 +136,10 @@ def write_ref(git: Git, ref: str, made: Stack) -> None:
 
 def _am(ws: Workspace, store: Git, base: str, patches: Sequence[Patch], name: str, line: str) -> list[str]:
     only = sorted({path for patch in patches for path in patch.paths})
-    with importer.scratch(store, ws, base, name, only) as tree, tempfile.TemporaryDirectory() as tmp:
+    with scratch.work_tree(store, ws, base, name, only) as tree, scratch.folder(ws, "mails") as tmp:
         mails = []
         for number, patch in enumerate(patches):
-            mail = Path(tmp) / f"{number:04d}"
+            mail = tmp / f"{number:04d}"
             mail.write_bytes(patch.data)
             mails.append(str(mail))
         done = tree.run(
@@ -171,9 +170,8 @@ def _does_not_apply(line: str, name: str, before: int, total: int, why: str) -> 
 
 def lay(ws: Workspace, store: Git, top: str, laid: Mapping[str, tuple[str, str]]) -> str:
     """Commit the overlay's entries on top of ``top``; return the commit id."""
-    ws.work.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=ws.work, prefix="index-") as tmp:
-        git = store.with_env(GIT_INDEX_FILE=os.fspath(Path(tmp) / "index"))
+    with scratch.folder(ws, "index") as tmp:
+        git = store.with_env(GIT_INDEX_FILE=os.fspath(tmp / "index"))
         git.run("read-tree", top)
         rows = "".join(f"{mode} {blob}\t{path}\0" for path, (mode, blob) in sorted(laid.items()))
         git.run("update-index", "-z", "--index-info", data=rows.encode())

@@ -7,12 +7,11 @@ import shutil
 import signal
 import tarfile
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from core_lab import COMMIT, FILES, Project, die_in_child, make_sdist
 
-from vllm_series import importer, sdist
+from vllm_series import importer, scratch, sdist
 from vllm_series.errors import FetchFailed, IntegrityError
 
 
@@ -175,9 +174,12 @@ def test_two_imports_at_once_give_one_commit(bare: Project) -> None:
 def test_sparse_scratch_writes_only_what_is_named(project: Project) -> None:
     store = importer.odb(project.ws)
     base = importer.import_pin(project.ws, project.pin())
-    with importer.scratch(store, project.ws, base, "t", ["vllm/configs/E=1,N=2.json", "setup.sh"]) as tree:
-        there = {p.relative_to(tree.cwd).as_posix() for p in Path(tree.cwd).rglob("*") if p.is_file()}
+    with scratch.work_tree(store, project.ws, base, "t", ["vllm/configs/E=1,N=2.json", "setup.sh"]) as tree:
+        files = {p.relative_to(tree.cwd).as_posix() for p in tree.cwd.rglob("*") if p.is_file()}
+        there = {path for path in files if not path.startswith(".git/")}
+        made = tree.out("commit-tree", "HEAD^{tree}", "-p", "HEAD", "-m", "made in the scratch tree")
         place = tree.cwd
-    assert there == {".git", "vllm/configs/E=1,N=2.json", "setup.sh"}
+    assert there == {"vllm/configs/E=1,N=2.json", "setup.sh"}
     assert not place.exists()
+    assert store.commit_of(made) == made, "what is committed in a scratch tree is in the store"
     assert len(store.lines("worktree", "list")) == 1

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import random
 import shutil
-import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 from core_lab import Project
+from kills import Killer
 
 from vllm_series import apply as applying
 from vllm_series import importer, state, verify
@@ -78,43 +76,35 @@ def test_apply_edit_export_on_the_real_tree(real: Workspace) -> None:
     project.series("verify", line)
 
 
-def test_apply_killed_at_random_times(real: Workspace, tmp_path: Path) -> None:
-    """The process group dies while thousands of files are written; running it again always ends well."""
-    line = "0.28.0"
+def test_apply_killed_while_it_writes_thousands_of_files(real: Workspace, tmp_path: Path) -> None:
+    """The process group dies at changes in the file system drawn by lot; running it again ends well."""
+    line, killer, dice = "0.28.0", Killer(tmp_path), random.Random(2026)
     importer.import_pin(real, load_pin(real, line))
     project = Project(real.root, real.root, line)
-    argv = [sys.executable, "-m", "vllm_series.cli", "--root", str(real.root), "apply", line]
-    dice = random.Random(2026)
-    killed = 0
-    for _ in range(4):
-        child = subprocess.Popen(
-            argv, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(dice.uniform(0.8, 2.5))
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            killed += 1
-        child.wait()
-    project.apply()
-    assert project.state() == "APPLIED"
-    assert project.git("status", "--porcelain") == ""
-    assert [p.name for p in (real.root / "build").iterdir()] == [line]
-    # Now the move of a tree that is there: nothing applied -> everything applied.
-    project.git("read-tree", "--reset", "-u", f"series/{line}~1")
-    project.git("reset", "-q", "--hard", f"series/{line}~1")
-    for _ in range(3):
-        child = subprocess.Popen(
-            argv, start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
-        time.sleep(dice.uniform(0.7, 1.6))
-        if child.poll() is None:
-            os.killpg(child.pid, signal.SIGKILL)
-            killed += 1
-        child.wait()
-    project.apply()
-    assert project.state() == "APPLIED"
-    assert project.git("status", "--porcelain") == ""
-    assert killed, "no run was slow enough to be killed; the times above need a change"
+
+    def killed_then_whole(at: list[int]) -> None:
+        for number in at:
+            run = killer.series(real.root, "apply", line, at=number)
+            assert run.killed, f"it ended before step {number} of {at}: {run.said}"
+        project.apply()
+        assert project.state() == "APPLIED", f"after kills at {at}"
+        assert project.git("status", "--porcelain") == "", f"after kills at {at}"
+        assert [p.name for p in (real.root / "build").iterdir()] == [line]
+        assert not list((real.work / "scratch").iterdir())
+
+    killed_then_whole([dice.randrange(50, 400), dice.randrange(400, 4000)])
+    # Now the move of a tree that is there: nothing of the overlay -> all of it.
+    back = project.git("rev-parse", f"series/{line}~1")
+
+    def undo() -> None:
+        project.git("reset", "-q", "--hard", back)
+
+    undo()
+    steps = len(killer.series(real.root, "apply", line).steps)
+    assert steps > 20
+    for number in sorted(dice.sample(range(1, steps + 1), 2)):
+        undo()
+        killed_then_whole([number])
 
 
 def test_tool_refuses_another_lines_patches(real: Workspace) -> None:

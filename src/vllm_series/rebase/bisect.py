@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from vllm_series import importer, overlay, stack
+from vllm_series import importer, overlay, scratch, stack
 from vllm_series.errors import CheckFailed, NeedsPerson, UsageError
 from vllm_series.git import Git
 from vllm_series.lock_file import locked
@@ -78,7 +78,7 @@ def bisect(ws: Workspace, pin: Pin, command: Sequence[str]) -> Verdict:
     heads = [(PRISTINE, made.base), (OVERLAY, _on_top(ws, store, made.base, laid))]
     heads += [(name, _on_top(ws, store, commit, laid)) for name, commit in made.commits]
     name = f"bisect-{pin.line}"
-    with locked(ws.work / f"{name}.lock"), importer.scratch(store, ws, made.base, name) as tree:
+    with locked(ws.work / f"{name}.lock"), scratch.work_tree(store, ws, made.base, name) as tree:
         tries: dict[int, Try] = {}
 
         def code(number: int) -> int:

@@ -7,7 +7,7 @@ import tempfile
 from dataclasses import replace
 from pathlib import Path
 
-from vllm_series import overlay, series
+from vllm_series import importer, overlay, series
 from vllm_series.errors import CheckFailed, NeedsPerson
 from vllm_series.export import FORMAT
 from vllm_series.git import FIXED_DATE, Git
@@ -36,7 +36,7 @@ def settle_stopped(ws: Workspace, tree: Git, now: Saved, step: Step) -> Saved:
     files = _tree_of(tree, now)
     if name in now.drop:
         if files is not None and files != tree.tree_of(left):
-            keep(tree, now.head)
+            keep(importer.odb(ws), tree, now.head)
         return saved.with_outcome(now, outcome.decided(Decision.DROPPED, ""), phase=saved.RUNNING)
     if files is None:
         raise _unfinished(
@@ -118,7 +118,8 @@ def _write_tree(tree: Git, *more: str) -> str:
     index = Path(tree.out("rev-parse", "--absolute-git-dir")) / "index"
     with tempfile.TemporaryDirectory() as tmp:
         copy = Path(tmp) / "index"
-        shutil.copyfile(index, copy)
+        if index.is_file():  # a run that was killed may not have come to it
+            shutil.copyfile(index, copy)
         own = tree.with_env(GIT_INDEX_FILE=str(copy))
         own.run("add", *(more or ("-u",)), "--", ":/")
         return own.out("write-tree")
@@ -156,7 +157,7 @@ def _commit(ws: Workspace, tree: Git, now: Saved, step: Step, left: str, files: 
     return own.out("commit-tree", files, "-p", now.head, "-F", "-", data=text.encode())
 
 
-def keep(tree: Git, head: str | None) -> str:
+def keep(store: Git, tree: Git, head: str | None) -> str:
     """Keep the files of the tree under a ref of the object store; return the ref, or '' if they are those of
     ``head``."""
     at = tree.out("rev-parse", "HEAD")
@@ -165,5 +166,5 @@ def keep(tree: Git, head: str | None) -> str:
         return ""
     commit = tree.out("commit-tree", files, "-p", at, "-m", "work of a rebase that was given up")
     ref = f"refs/rebase/kept/{commit[:12]}"
-    tree.run("update-ref", ref, commit)
+    store.set_ref(ref, commit)
     return ref

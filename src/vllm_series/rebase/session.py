@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from vllm_series import importer, series, state
+from vllm_series import importer, scratch, series, state
 from vllm_series.errors import CheckFailed, NeedsPerson, UsageError, WouldLoseWork
 from vllm_series.git import Git
 from vllm_series.lock_file import locked
@@ -106,7 +105,7 @@ def abort(ws: Workspace, new_line: str | None) -> str:
         except CheckFailed:
             now = None
         if (place / ".git").exists():
-            kept = resolve.keep(Git(place), now.head if now else None)
+            kept = resolve.keep(importer.odb(ws), Git(place), now.head if now else None)
         _remove_tree(ws, line)
         saved.forget(ws, line)
         return kept
@@ -179,30 +178,23 @@ def _tree(ws: Workspace, now: Saved) -> Git:
     """Return the work tree of the rebase, made if it is not there, and while the tool works on it put to
     ``head``."""
     place = now.tree(ws)
-    store = importer.odb(ws)
+    if now.phase != saved.STOPPED and (place / ".git").exists():
+        _remove_tree(ws, now.new)  # of a run that was killed: no telling what git left in it
     if not (place / ".git").exists():
         if now.phase == saved.STOPPED:
             raise CheckFailed(
                 f"build/{place.name} is gone, and with it what was edited there",
                 fix=f"series rebase --abort --to {now.new}, then start again",
             )
-        shutil.rmtree(place, ignore_errors=True)
+        scratch.remove(place)
         place.parent.mkdir(parents=True, exist_ok=True)
-        with locked(ws.work / "odb.lock"):
-            store.run("worktree", "prune", "--expire=now")
-            store.run("worktree", "add", "-q", "--force", "--detach", "--no-checkout", str(place), now.head)
-    tree = Git(place)
-    if now.phase != saved.STOPPED:
-        lock = tree.out("rev-parse", "--absolute-git-dir")
-        for name in ("index.lock", "HEAD.lock"):
-            (type(place)(lock) / name).unlink(missing_ok=True)
-        reset(tree, now.head)
-    return tree
+        scratch.repository(importer.odb(ws), place, now.head)
+        reset(Git(place), now.head)
+    return Git(place)
 
 
 def _remove_tree(ws: Workspace, line: str) -> None:
-    shutil.rmtree(saved.tree_path(ws, line), ignore_errors=True)
-    importer.odb(ws).run("worktree", "prune", "--expire=now")
+    scratch.remove(saved.tree_path(ws, line))
 
 
 def _go_on(ws: Workspace, now: Saved, old: Upstream, new: Upstream) -> Report:

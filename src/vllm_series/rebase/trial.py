@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from vllm_series import export, importer, series, stack
+from vllm_series import export, importer, scratch, series, stack
 from vllm_series.git import Git
 from vllm_series.lock_file import locked
 from vllm_series.pins import load_pin
@@ -87,7 +87,7 @@ def run(
     name = f"trial-{new.line}"
     with (
         locked(ws.work / f"{name}.lock"),
-        importer.scratch(importer.odb(ws), ws, new.base, name, sparse_paths(steps, moves)) as tree,
+        scratch.work_tree(importer.odb(ws), ws, new.base, name, sparse_paths(steps, moves)) as tree,
     ):
         head = new.base
         for step in steps:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 from vllm_series import fetch, importer, index, pin_add, sdist
 from vllm_series.errors import FetchFailed, UsageError
 from vllm_series.git import Git, GitError
+from vllm_series.lock_file import locked
 from vllm_series.pins import Pin, Source, lines, load_pin
 from vllm_series.rebase.moves import History
 from vllm_series.ui import say
@@ -112,9 +114,12 @@ def of_git(ws: Workspace, url: str, ref: str) -> Upstream:
     kept = f"refs/upstream-commits/{wanted}"
     if store.commit_of(kept) != wanted:
         try:
-            store.run(
-                "fetch", "-q", "--depth=1", "--no-tags", "--no-write-fetch-head", where, f"+{wanted}:{kept}"
-            )
+            with importer.writing(ws):
+                store.drop_ref_lock(kept)
+                store.run(
+                    *("fetch", "-q", "--depth=1", "--no-tags", "--no-write-fetch-head"),
+                    *(where, f"+{wanted}:{kept}"),
+                )
         except GitError as err:
             raise _unreadable(url, err) from err
     line = f"git-{wanted[:12]}"
@@ -178,14 +183,18 @@ def _partial_clone(ws: Workspace, url: str) -> Path:
     import hashlib
 
     place = ws.work / f"history-{hashlib.sha256(url.encode()).hexdigest()[:12]}.git"
-    git = Git(ws.work)
-    try:
-        if not (place / "HEAD").is_file():
-            ws.work.mkdir(parents=True, exist_ok=True)
-            say(f"clone the history of {index.shown(url)} (without file contents)")
-            git.run("clone", "-q", "--bare", "--filter=blob:none", url, str(place))
-        else:
-            Git(place).run("fetch", "-q", "--tags", url, "+refs/heads/*:refs/heads/*")
-    except GitError as err:
-        raise _unreadable(url, err) from err
+    new = place.with_suffix(".new")
+    with locked(place.with_suffix(".lock")):
+        try:
+            if not place.is_dir():
+                shutil.rmtree(new, ignore_errors=True)
+                say(f"clone the history of {index.shown(url)} (without file contents)")
+                Git(ws.work).run("clone", "-q", "--bare", "--filter=blob:none", url, str(new))
+                new.rename(place)
+            else:
+                for leftover in (*place.glob("*.lock"), *(place / "refs").rglob("*.lock")):
+                    leftover.unlink()  # of a git that was killed: nothing else writes here
+                Git(place).run("fetch", "-q", "--tags", url, "+refs/heads/*:refs/heads/*")
+        except GitError as err:
+            raise _unreadable(url, err) from err
     return place
