@@ -8,7 +8,9 @@ usage: scripts/build.sh [LINE] [options]        (default line: 0.33.0)
 
   --platform P       x86_64 or aarch64 (default: this machine)
   --no-kernels       leave the compiled kernels out; the file name says so
+  --system-nvcc      compile the kernels with this machine's nvcc instead of the pinned one
   --full-check       also install torch and all dependencies (several GB) and import vllm
+  --python X.Y       the Python of the full check (default: the one that runs this)
   --with-deepgemm    not in this release
   --json             print the result as one JSON object
 
@@ -24,15 +26,15 @@ while [ $# -gt 0 ]; do
             usage
             exit 0
             ;;
-        --platform)
+        --platform | --python)
             [ $# -ge 2 ] || {
-                echo "error: --platform needs a value" >&2
+                echo "error: $1 needs a value" >&2
                 exit 2
             }
-            args+=(--platform "$2")
+            args+=("$1" "$2")
             shift
             ;;
-        --platform=* | --no-kernels | --json) args+=("$1") ;;
+        --platform=* | --python=* | --no-kernels | --system-nvcc | --json) args+=("$1") ;;
         --full-check) full=--full-check ;;
         --with-deepgemm)
             echo "error: --with-deepgemm: not in this release" >&2

@@ -20,11 +20,17 @@ from vllm_series.workspace import Workspace
 @click.argument("line", required=False)
 @click.option("--platform", help="x86_64 or aarch64 (default: this machine).")
 @click.option("--no-kernels", is_flag=True, help="Leave vllm/_dsa_C.so out; the file name says so.")
+@click.option(
+    "--system-nvcc", is_flag=True, help="Compile the kernels with this machine's nvcc, not the pinned one."
+)
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for the wheel (default: dist/).")
 @click.option(
     "--check", "wants_check", is_flag=True, help="Install it into scratch environments and check it."
 )
 @click.option("--full-check", is_flag=True, help="Also install torch and all dependencies, and import vllm.")
+@click.option(
+    "--python", metavar="X.Y", default="", help="Python for --full-check (default: the one that runs this)."
+)
 @click.option(
     "--verify",
     "file",
@@ -38,9 +44,11 @@ def wheel(
     line: str | None,
     platform: str | None,
     no_kernels: bool,
+    system_nvcc: bool,
     output: Path | None,
     wants_check: bool,
     full_check: bool,
+    python: str,
     file: Path | None,
     as_json: bool,
 ) -> None:
@@ -50,7 +58,7 @@ def wheel(
     """
     ws = workspace(ctx)
     if file is not None:
-        if line or platform or no_kernels or output or wants_check or full_check:
+        if line or platform or no_kernels or system_nvcc or output or wants_check or full_check or python:
             raise UsageError(
                 "--verify takes line, platform and kernels from the file", fix="give only --verify FILE"
             )
@@ -58,8 +66,16 @@ def wheel(
         return
     if not line:
         raise UsageError("LINE is missing", fix="series wheel LINE; `series status` lists the lines")
+    if system_nvcc and no_kernels:
+        raise UsageError("--system-nvcc and --no-kernels exclude each other", fix="give one of the two")
+    if python and not full_check:
+        raise UsageError(
+            "--python chooses the Python of the full check", fix=f"add --full-check --python {python}"
+        )
     start = time.monotonic()
-    recipe = gather.gather(ws, line, platform or gather.this_platform(), with_kernels=not no_kernels)
+    recipe = gather.gather(
+        *(ws, line, platform or gather.this_platform()), with_kernels=not no_kernels, system_nvcc=system_nvcc
+    )
     gathered = time.monotonic()
     built = repack.repack(recipe, output or ws.dist, ws.work / "wheel")
     done = time.monotonic()
@@ -69,7 +85,7 @@ def wheel(
         say(f"wrote {built.path}: {mebibytes(built.size)}, repacked in {done - gathered:.1f} s")
     report = None
     if wants_check or full_check:
-        report = install.check(ws, built, recipe, full=full_check)
+        report = install.check(ws, built, recipe, full=full_check, python=python)
     data: dict[str, Any] = {
         "wheel": str(built.path),
         "sha256": built.sha256,
@@ -83,8 +99,10 @@ def wheel(
 
 
 def _verify(ws: Workspace, file: Path, as_json: bool) -> None:
-    line, platform, kernels = verify.claimed(file)
-    recipe = gather.gather(ws, line, platform, with_kernels=kernels)
+    claim = verify.claimed(file)
+    recipe = gather.gather(
+        ws, claim.line, claim.platform, with_kernels=claim.kernels, system_nvcc=claim.system_nvcc
+    )
     digest = verify.verify(file, recipe, ws.work / "wheel")
     emit(
         {"wheel": str(file), "sha256": digest, "verified": True, **describe(recipe)},

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from cyclonedx.schema import SchemaVersion
@@ -20,8 +21,11 @@ from tiny_upstream import BUILT_FILES, COMMA, FILENAME, SOURCE_FILES, Upstream, 
 
 from vllm_series.errors import CheckFailed, IntegrityError
 from vllm_series.files import sha256_file
+from vllm_series.kernels import toolchain
 from vllm_series.wheel import provenance, record
+from vllm_series.wheel.recipe import Kernels
 from vllm_series.wheel.repack import repack
+from vllm_series.workspace import Workspace
 
 INFO = "vllm-1.2.0+dsa.3.dist-info"
 
@@ -150,6 +154,43 @@ def test_sbom_is_valid_cyclonedx_with_pedigree(upstream: Upstream, tmp_path: Pat
     assert patch["type"] == "unofficial" and "diff --git" in patch["diff"]["text"]["content"]
     assert patch["resolves"][0]["source"]["url"].endswith("/pull/1")
     assert found["serialNumber"] != json.loads(texts[1])["serialNumber"]
+
+
+def _sbom(path: Path) -> dict[str, Any]:
+    with zipfile.ZipFile(path) as wheel:
+        text = wheel.read(f"{INFO}/sboms/vllm-series.cdx.json").decode()
+    problem = JsonStrictValidator(SchemaVersion.V1_6).validate_str(text)
+    assert problem is None, problem
+    return cast(dict[str, Any], json.loads(text))
+
+
+def test_sbom_lists_the_packages_that_compiled_the_kernels(
+    upstream: Upstream, tmp_path: Path, root: Path
+) -> None:
+    """The record that a real build of this checkout gives: each package of the pinned nvcc, with its hash."""
+    pin = toolchain.load(Workspace(root), "x86_64")
+    rows = [
+        {"name": a.project, "version": version, "filename": a.filename, "sha256": a.sha256}
+        for version, a in pin.packages
+    ]
+    record = {"nvcc": {"source": "package index", "nvcc": pin.nvcc, "packages": rows}}
+    found = _sbom(build(upstream, tmp_path / "pinned", kernels=Kernels(b"\x7fELF", record)))
+    listed = {one["purl"].partition("?")[0]: one for one in found["components"]}
+    assert set(listed) == {f"pkg:pypi/{row['name']}@{row['version']}" for row in rows}
+    assert {"nvidia-cuda-nvcc", "nvidia-nvvm"} <= {one["name"] for one in found["components"]}
+    assert all(one["scope"] == "excluded" for one in found["components"]), "nothing of them is in the wheel"
+    hashes = {one["hashes"][0]["content"] for one in found["components"]}
+    assert hashes == {row["sha256"] for row in rows}
+
+    record = {
+        "nvcc": {"source": "system", "nvcc": "13.1.5", "programs": {"nvcc": "a" * 64, "cicc": "b" * 64}}
+    }
+    other = _sbom(build(upstream, tmp_path / "system", kernels=Kernels(b"\x7fELF", record)))
+    (nvcc,) = other["components"]
+    assert (nvcc["name"], nvcc["version"], nvcc["scope"]) == ("nvcc", "13.1.5", "excluded")
+    assert {"name": "vllm-series:sha256:cicc", "value": "b" * 64} in nvcc["properties"]
+    assert other["serialNumber"] != found["serialNumber"]
+    assert "components" not in _sbom(build(upstream, tmp_path / "none", kernels=None))
 
 
 def test_without_kernels_the_file_name_says_so(upstream: Upstream, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from vllm_series.errors import CheckFailed, IntegrityError, UsageError
 from vllm_series.files import sha256_file
 from vllm_series.wheel import verify
 from vllm_series.wheel.archive import Source
+from vllm_series.wheel.recipe import Kernels
 from vllm_series.wheel.repack import repack
 
 
@@ -38,9 +39,18 @@ def rewrite(path: Path, change: dict[str, bytes | None], **header: object) -> No
 
 
 def test_the_wheel_itself_passes(upstream: Upstream, built: Path, tmp_path: Path) -> None:
-    assert verify.claimed(built) == ("1.2.0", "x86_64", True)
+    assert verify.claimed(built) == ("1.2.0", "x86_64", True, False)
     assert verify.verify(built, upstream.recipe(), tmp_path / "x") == sha256_file(built)
     assert not list((tmp_path / "x").iterdir())  # the derived copy is gone
+
+
+def test_a_wheel_of_the_systems_nvcc_is_verified_with_the_systems_nvcc(
+    upstream: Upstream, tmp_path: Path
+) -> None:
+    for source, system in (("system", True), ("package index", False)):
+        kernels = Kernels(b"\x7fELF", {"nvcc": {"source": source, "nvcc": "13.0.88", "packages": []}})
+        path = repack(upstream.recipe(kernels=kernels), tmp_path / source, tmp_path / "state").path
+        assert verify.claimed(path).system_nvcc is system
 
 
 def test_a_flipped_byte_names_its_member(upstream: Upstream, built: Path, tmp_path: Path) -> None:
@@ -94,7 +104,7 @@ def test_upstreams_own_wheel_is_told_apart(upstream: Upstream) -> None:
 
 def test_a_name_that_hides_missing_kernels_is_refused(upstream: Upstream, tmp_path: Path) -> None:
     path = repack(upstream.recipe(kernels=None), tmp_path / "dist", tmp_path / "state").path
-    assert verify.claimed(path) == ("1.2.0", "x86_64", False)
+    assert verify.claimed(path) == ("1.2.0", "x86_64", False, False)
     renamed = path.rename(path.with_name(re.sub("-0nokernels", "", path.name)))
     with pytest.raises(CheckFailed, match="file name says otherwise"):
         verify.claimed(renamed)

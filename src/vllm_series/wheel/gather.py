@@ -56,7 +56,9 @@ def _warn_of_work(ws: Workspace, pin: pins.Pin) -> None:
         )
 
 
-def _kernels(ws: Workspace, platform: str, wanted: bool, sources: Iterable[Path]) -> Kernels | None:
+def _kernels(
+    ws: Workspace, platform: str, wanted: bool, sources: Iterable[Path], system_nvcc: bool
+) -> Kernels | None:
     if not wanted:
         return None
     if platform != this_platform():
@@ -64,14 +66,22 @@ def _kernels(ws: Workspace, platform: str, wanted: bool, sources: Iterable[Path]
             f"note: kernels for {platform} cannot be built on {this_platform()}: this wheel goes without them"
         )
         return None
-    built = kernels.build(ws, sources=sources)
+    built = kernels.build(ws, sources=sources, system_nvcc=system_nvcc)
     return Kernels(built.library.read_bytes(), built.provenance)
 
 
 def gather(
-    ws: Workspace, line: str, platform: str, *, with_kernels: bool, sources: Iterable[Path] = ()
+    ws: Workspace,
+    line: str,
+    platform: str,
+    *,
+    with_kernels: bool,
+    system_nvcc: bool = False,
+    sources: Iterable[Path] = (),
 ) -> Recipe:
     """Return the recipe of a line's wheel, fetching and importing what is missing.
+
+    ``system_nvcc`` compiles the kernels with the machine's nvcc instead of the pinned one.
 
     Raises:
         UsageError: unknown line, or no wheel is pinned for the platform.
@@ -85,6 +95,8 @@ def gather(
             f"line {line} pins no wheel for {platform}; it has: {', '.join(sorted(pin.wheels)) or 'none'}",
             fix="name one of them with --platform",
         )
+    if system_nvcc and with_kernels:
+        kernels.toolchain.system()  # before anything is fetched: it may not be there
     git = importer.odb(ws)
     _warn_of_work(ws, pin)
     made = stack.current(ws, pin)
@@ -116,6 +128,6 @@ def gather(
         changed={path: contents.get(path) for path in changed_paths},
         patches=tuple(entries),
         overlay=dict(zip(overlay_paths, overlay_blobs, strict=True)),
-        kernels=_kernels(ws, platform, with_kernels, sources),
+        kernels=_kernels(ws, platform, with_kernels, sources, system_nvcc),
         generator=GENERATOR,
     )

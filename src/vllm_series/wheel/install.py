@@ -6,19 +6,17 @@ import email.parser
 import hashlib
 import json
 import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import zipfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
 
+from vllm_series import scratch
 from vllm_series.errors import CheckFailed, UsageError
 from vllm_series.files import write_atomic
 from vllm_series.ui import say
@@ -26,7 +24,7 @@ from vllm_series.wheel import repack
 from vllm_series.wheel.archive import Source
 from vllm_series.wheel.names import WheelName
 from vllm_series.wheel.recipe import Recipe
-from vllm_series.wheel.uvtool import Uv, find_uv
+from vllm_series.wheel.uvtool import Interpreter, Uv, find_uv
 from vllm_series.workspace import Workspace
 
 _PROBE = Path(__file__).with_name("probe.py")
@@ -48,27 +46,16 @@ class Installed:
 
 @dataclass
 class Report:
-    """Result of the checks; ``full`` is the answer of ``vllm.dsa.info()`` if that was asked for."""
+    """Result of the checks; ``full`` is what ``vllm.dsa.info()`` said on ``full_python``, if asked for."""
 
     members: int = 0
     changed: int = 0
     installs: list[Installed] = field(default_factory=list)
     full: dict[str, Any] | None = None
+    full_python: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
-
-
-@contextmanager
-def scratch_folder(ws: Workspace, name: str) -> Iterator[Path]:
-    """Yield a new folder under ``.work/`` that is removed afterwards."""
-    base = ws.work / "check"
-    base.mkdir(parents=True, exist_ok=True)
-    folder = Path(tempfile.mkdtemp(prefix=f"{name}-", dir=base))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def check_archive(path: Path) -> int:
@@ -123,7 +110,7 @@ def check_installs(ws: Workspace, path: Path, recipe: Recipe, report: Report) ->
     }
     report.changed = len(expected)
     question = json.dumps({"version": recipe.pin.wheel_version, "expected": expected})
-    with scratch_folder(ws, "install") as folder:
+    with scratch.folder(ws, "install") as folder:
         uv = Uv(find_uv(ws), folder / "cache")
         for found in uv.interpreters(requires_python(path)):
             python = uv.venv(folder / f"py{found.version}", found.path)
@@ -153,15 +140,34 @@ def check_installs(ws: Workspace, path: Path, recipe: Recipe, report: Report) ->
         raise UsageError("no Python that this wheel allows is installed", fix="install Python 3.11 or newer")
 
 
-def full_check(ws: Workspace, path: Path, recipe: Recipe, report: Report) -> None:
-    """Install the wheel with the exact dependencies of its metadata, import it and ask ``vllm.dsa.info()``.
+def choose(found: Sequence[Interpreter], minor: str) -> Interpreter:
+    """Return the interpreter of a minor version ("3.12"), or the first one without a wish.
 
     Raises:
+        UsageError: it is not installed, or the wheel does not allow it.
+    """
+    chosen = next((one for one in found if minor in {"", "{}.{}".format(*one.version.release)}), None)
+    if chosen is None:
+        there = ", ".join(str(one.version) for one in found)
+        raise UsageError(
+            f"Python {minor} is not installed, or the wheel does not allow it (there is: {there or 'none'})",
+            fix=f"install it, for example with `uv python install {minor}`, or name another with --python",
+        )
+    return chosen
+
+
+def full_check(ws: Workspace, path: Path, recipe: Recipe, report: Report, minor: str = "") -> None:
+    """Install the wheel with the exact dependencies of its metadata, import it and ask ``vllm.dsa.info()``.
+
+    ``minor`` is the Python to do it on ("3.12"), by default the one that runs this.
+
+    Raises:
+        UsageError: that Python is not there.
         CheckFailed: a dependency does not install or does not fit, or the import says something else.
     """
-    with scratch_folder(ws, "full") as folder:
+    with scratch.folder(ws, "full") as folder:
         uv = Uv(find_uv(ws))
-        found = uv.interpreters(requires_python(path))[0]
+        found = choose(uv.interpreters(requires_python(path)), minor)
         python = uv.venv(folder / "env", found.path)
         say(
             f"full check: installing torch {recipe.pin.torch} and the dependencies (several GB) "
@@ -186,8 +192,11 @@ def full_check(ws: Workspace, path: Path, recipe: Recipe, report: Report) -> Non
             or answer["info"]["version"] != recipe.pin.wheel_version
         ):
             raise CheckFailed(f"vllm.__version__ is {answer['version']}, expected {recipe.pin.wheel_version}")
-        report.full = answer["info"]
-        say(f"full check: import vllm gives {answer['version']}, vllm.dsa.info() answers")
+        report.full, report.full_python = answer["info"], str(found.version)
+        say(
+            f"full check: on Python {found.version} import vllm gives {answer['version']}, "
+            "vllm.dsa.info() answers"
+        )
 
 
 def _plain_env() -> dict[str, str]:
@@ -196,7 +205,7 @@ def _plain_env() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(dropped)}
 
 
-def check(ws: Workspace, built: repack.Built, recipe: Recipe, *, full: bool) -> Report:
+def check(ws: Workspace, built: repack.Built, recipe: Recipe, *, full: bool, python: str = "") -> Report:
     """Run all checks on a built wheel, unless this very file passed them before on the same Pythons.
 
     Raises:
@@ -205,7 +214,8 @@ def check(ws: Workspace, built: repack.Built, recipe: Recipe, *, full: bool) -> 
     note = ws.work / "wheel" / f"{built.path.name}.checked.json"
     key = _check_key(ws, built)
     known = _noted(note, key)
-    if known and (known.full or not full):
+    wanted = choose(_pythons(ws, built.path), python) if full else None
+    if known and (wanted is None or known.full_python == str(wanted.version)):
         say(
             f"check: passed before on Python {', '.join(one.python for one in known.installs)}, nothing to do"
         )
@@ -214,7 +224,7 @@ def check(ws: Workspace, built: repack.Built, recipe: Recipe, *, full: bool) -> 
     check_contents(built.path)
     check_installs(ws, built.path, recipe, report)
     if full:
-        full_check(ws, built.path, recipe, report)
+        full_check(ws, built.path, recipe, report, python)
     write_atomic(note, json.dumps({"key": key, "report": report.as_dict()}) + "\n")
     return report
 
@@ -224,9 +234,13 @@ def _check_key(ws: Workspace, built: repack.Built) -> str:
     digest = hashlib.sha256(built.sha256.encode())
     for module in (Path(__file__), _PROBE):
         digest.update(module.read_bytes())
-    for found in Uv(find_uv(ws)).interpreters(requires_python(built.path)):
+    for found in _pythons(ws, built.path):
         digest.update(f"{found.version} {found.path}\n".encode())
     return digest.hexdigest()
+
+
+def _pythons(ws: Workspace, wheel: Path) -> list[Interpreter]:
+    return Uv(find_uv(ws)).interpreters(requires_python(wheel))
 
 
 def _noted(note: Path, key: str) -> Report | None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import uuid
+import warnings
+from collections.abc import Mapping
 from typing import Any, cast
 
 from cyclonedx.model import (
@@ -15,7 +17,15 @@ from cyclonedx.model import (
     XsUri,
 )
 from cyclonedx.model.bom import Bom, BomMetaData
-from cyclonedx.model.component import Component, ComponentType, Diff, Patch, PatchClassification, Pedigree
+from cyclonedx.model.component import (
+    Component,
+    ComponentScope,
+    ComponentType,
+    Diff,
+    Patch,
+    PatchClassification,
+    Pedigree,
+)
 from cyclonedx.model.issue import IssueClassification, IssueType, IssueTypeSource
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
@@ -59,6 +69,43 @@ def _ancestor(name: str, version: str, artifact: Artifact) -> Component:
     )
 
 
+def _compilers(recipe: Recipe) -> list[Component]:
+    """What compiled vllm/_dsa_C.so, as components that are not part of what is delivered."""
+    compiler = recipe.kernels.record.get("nvcc") if recipe.kernels else None
+    if not isinstance(compiler, Mapping):
+        return []
+    role = Property(name="vllm-series:role", value="compiled vllm/_dsa_C.so")
+    if compiler.get("source") == "system":
+        programs = sorted(compiler.get("programs", {}).items())
+        return [
+            Component(
+                name="nvcc",
+                version=str(compiler["nvcc"]),
+                type=ComponentType.APPLICATION,
+                scope=ComponentScope.EXCLUDED,
+                bom_ref=f"nvcc@{compiler['nvcc']}:system",
+                purl=PackageURL("generic", None, "nvcc", str(compiler["nvcc"])),
+                properties=[
+                    role,
+                    *(Property(name=f"vllm-series:sha256:{name}", value=sha) for name, sha in programs),
+                ],
+            )
+        ]
+    return [
+        Component(
+            name=row["name"],
+            version=row["version"],
+            type=ComponentType.APPLICATION,
+            scope=ComponentScope.EXCLUDED,
+            bom_ref=f"{row['name']}@{row['version']}:{row['filename']}",
+            purl=PackageURL("pypi", None, row["name"], row["version"], {"file_name": row["filename"]}),
+            hashes=[HashType(alg=HashAlgorithm.SHA_256, content=row["sha256"])],
+            properties=[role],
+        )
+        for row in compiler["packages"]
+    ]
+
+
 def render(recipe: Recipe) -> bytes:
     """The SBOM as JSON: same recipe, same bytes (no time stamp; serial number from the content)."""
     pin = recipe.pin
@@ -88,8 +135,14 @@ def render(recipe: Recipe) -> bytes:
     identity = "\n".join(f"{name}={value}" for name, value in sorted(properties.items()))
     metadata = BomMetaData(component=component)
     metadata.timestamp = cast(Any, None)  # optional in the schema; the library would put the present time
+    compilers = _compilers(recipe)
+    identity += "".join(f"\n{one.bom_ref.value}" for one in compilers)
     bom = Bom(
-        metadata=metadata, serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"{component.purl}\n{identity}")
+        metadata=metadata,
+        components=compilers,
+        serial_number=uuid.uuid5(uuid.NAMESPACE_URL, f"{component.purl}\n{identity}"),
     )
-    text: str = JsonV1Dot6(bom).output_as_string(indent=2)
+    with warnings.catch_warnings():  # it misses dependencies; on the compilers nothing depends
+        warnings.simplefilter("ignore", UserWarning)
+        text: str = JsonV1Dot6(bom).output_as_string(indent=2)
     return (text + "\n").encode("utf-8")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import zipfile
 from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
 from vllm_series.errors import CheckFailed, UsageError
 from vllm_series.files import sha256_file
@@ -16,8 +17,17 @@ from vllm_series.wheel.recipe import Recipe
 _CHUNK = 1 << 20
 
 
-def claimed(path: Path) -> tuple[str, str, bool]:
-    """Return line, platform and whether there are kernels, as the wheel itself says.
+class Claim(NamedTuple):
+    """What a wheel says of itself: how it has to be built again."""
+
+    line: str
+    platform: str
+    kernels: bool
+    system_nvcc: bool
+
+
+def claimed(path: Path) -> Claim:
+    """Return what the wheel itself says.
 
     Raises:
         UsageError: there is no such file, or its name is not a wheel's.
@@ -36,7 +46,9 @@ def claimed(path: Path) -> tuple[str, str, bool]:
         raise CheckFailed(
             f"{path.name}: its provenance says that it {said} kernels, its file name says otherwise"
         )
-    return str(found.get("line")), str(found.get("platform")), kernels
+    compiler = found["kernels"].get("nvcc") if isinstance(found.get("kernels"), dict) else None
+    system = isinstance(compiler, dict) and compiler.get("source") == "system"
+    return Claim(str(found.get("line")), str(found.get("platform")), kernels, system)
 
 
 def verify(path: Path, recipe: Recipe, scratch: Path) -> str:
