@@ -18,13 +18,20 @@ declare -A TITLE=(
 )
 
 usage() {
-    echo "usage: scripts/test.sh [--only STAGE[,STAGE]] [--skip STAGE[,STAGE]] [--list] [--upstream] [--gpu [OPTIONS]]"
+    echo "usage: scripts/test.sh [--only STAGE[,STAGE]] [--skip STAGE[,STAGE]] [--list] [--gpu [OPTIONS]]"
+    echo "       scripts/test.sh --upstream [LINE...] [--select PATTERN...] [--mode NAME...] [--gpu] [OPTION...]"
     echo
     for stage in "${STAGES[@]}"; do
         printf '  %-9s %3s min  %s\n' "$stage" "${BUDGET[$stage]}" "${TITLE[$stage]}"
     done
     echo
-    echo "  --upstream  all of upstream's tests that concern what the patches touch (hours), nothing else"
+    echo "  --upstream  all of upstream's tests that concern what the patches touch (hours), nothing else:"
+    echo "      LINE              only this line (default: all)"
+    echo "      --select PATTERN  only these tests: a file, a folder, a wildcard or a part of the name"
+    echo "      --mode NAME       only these modes: off, on, a feature (overlap, overlap=full), features"
+    echo "                        (one for each); default: off, on and features"
+    echo "      --gpu             instead those that need a GPU, on this machine's card"
+    echo "      OPTION            of \`series baseline diff\` (with --gpu: \`series baseline gpu\`), as --resume"
     echo "  --gpu       the GPU suite, in the Python that has the wheel: PYTHON=...; options: --gpu --help"
 }
 
@@ -41,7 +48,7 @@ check_names() {
     done
 }
 
-only="" skip="" whole=""
+only="" skip="" whole="" rest=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help | --list)
@@ -54,7 +61,11 @@ while [ $# -gt 0 ]; do
             if [ "$1" = --only ]; then only="$2"; else skip="$2"; fi
             shift
             ;;
-        --upstream) whole=1 ;;
+        --upstream)
+            shift
+            whole=1 rest=("$@")
+            break
+            ;;
         --gpu)
             # In the Python that has the wheel; our own environment, which needs the network, is not made.
             shift
@@ -71,8 +82,38 @@ cd "$VLLM_SERIES_ROOT"
 PATH="$VLLM_SERIES_ROOT/.venv/bin:$PATH"
 JOBS="${JOBS:-2}"
 
+# Calls the tool with what follows --upstream; --select and --mode take several words.
+run_whole() {
+    local command=(diff --set full) args=() modes="" taker=""
+    while [ $# -gt 0 ]; do
+        case "$1" in
+            --gpu) command=(gpu) taker="" ;;
+            --select | --mode)
+                [ $# -ge 2 ] && [ "${2#-}" = "$2" ] || fail "$1 needs a name"
+                taker="$1"
+                ;;
+            -h | --help)
+                usage
+                exit 0
+                ;;
+            -*) taker="" args+=("$1") ;;
+            *)
+                case "$taker" in
+                    --select) args+=(--select "$1") ;;
+                    --mode) modes="$modes,$1" ;;
+                    *) args+=("$1") ;;
+                esac
+                ;;
+        esac
+        shift
+    done
+    [ -z "$modes" ] || args+=(--modes "${modes#,}")
+    [ -n "$modes" ] || [ "${command[0]}" = gpu ] || args+=(--modes "off,on,features")
+    series baseline "${command[@]}" "${args[@]}"
+}
+
 if [ -n "$whole" ]; then
-    series baseline diff --set full
+    run_whole "${rest[@]}"
     exit
 fi
 

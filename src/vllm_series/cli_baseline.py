@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,29 +14,39 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from vllm_series import envs, pins
+from vllm_series import cli_baseline_gpu, envs, pins
 from vllm_series.baseline import quarantine, render, store
-from vllm_series.baseline.device_kit import make_kit
 from vllm_series.baseline.diff import Diff
 from vllm_series.baseline.engine import Limits
+from vllm_series.baseline.gpu_plan import card_name
 from vllm_series.baseline.outcome import BAD, Run
 from vllm_series.baseline.plan import Plan, make_plan
-from vllm_series.baseline.session import Options, Session, confirmed, result_name, sdist_of
+from vllm_series.baseline.progress import Shares
+from vllm_series.baseline.select import SETS, chosen, split_modes
+from vllm_series.baseline.session import Options, Session, commit_of, confirmed, result_name, sdist_of
 from vllm_series.errors import CheckFailed, TestRegression, UsageError
 from vllm_series.git import Git
-from vllm_series.importer import odb
 from vllm_series.runtime import pristine_site
 from vllm_series.ui import emit, json_option, workspace
 from vllm_series.workspace import Workspace
 
-SETS = ("short", "full", "gpu")
 SHORT_BUDGET_S = 100.0  # with two lines and three modes each: within the 13 minutes that test.sh gives it
 
 _set = click.option(
     "--set", "which", type=click.Choice(SETS), default="short", show_default=True, help="Which files."
 )
 _files = click.option(
-    "--select", "files", multiple=True, metavar="FILE", help="These upstream test files instead."
+    "--select",
+    "files",
+    multiple=True,
+    metavar="PATTERN",
+    help="These instead: a test file, or a folder, wildcard or part of a name among the planned files.",
+)
+_resume = click.option(
+    "--resume", is_flag=True, help="Take over what the saved runs of the same trees and settings have."
+)
+_minutes = click.option(
+    "--minutes", type=float, help="Time for everything: what is most telling runs first, the rest is named."
 )
 _budget = click.option(
     "--budget",
@@ -67,6 +78,7 @@ def baseline() -> None:
 def register(group: click.Group) -> None:
     """Add the commands of this area to the tool's group."""
     group.add_command(baseline)
+    cli_baseline_gpu.register(baseline)
 
 
 def _lines(ws: Workspace, given: tuple[str, ...]) -> list[str]:
@@ -75,38 +87,33 @@ def _lines(ws: Workspace, given: tuple[str, ...]) -> list[str]:
     return list(dict.fromkeys(given)) or pins.lines(ws)
 
 
-def _select(plan: Plan, which: str, files: tuple[str, ...], budget: float, tree: Path) -> list[str]:
-    if files:
-        names = [name.partition("::")[0].removeprefix("./") for name in files]
-        absent = [name for name in names if not (tree / name).is_file()]
-        if absent:
-            raise UsageError(
-                f"upstream {plan.line} has no {', '.join(absent)}", fix=f"series baseline plan {plan.line}"
-            )
-        return names
-    if which == "gpu":
-        return plan.gpu()
-    return plan.short(budget) if which == "short" else plan.full()
-
-
 @baseline.command("plan")
 @click.argument("line")
 @click.option(
     "--all", "everything", is_flag=True, help="Also tests that only one of upstream's CI jobs names."
 )
-@click.option("--gpu", is_flag=True, help="Only what a Hopper card can run, with the command.")
+@click.option("--gpu", is_flag=True, help="What a lease of a Hopper card is spent on: files, time, samples.")
+@click.option("--card", default="h200", show_default=True, help="Whose stored times --gpu uses.")
+@_minutes
 @_budget
 @json_option
 @click.pass_context
 def plan_command(
-    ctx: click.Context, line: str, everything: bool, gpu: bool, budget: float, as_json: bool
+    ctx: click.Context,
+    line: str,
+    everything: bool,
+    gpu: bool,
+    card: str,
+    minutes: float | None,
+    budget: float,
+    as_json: bool,
 ) -> None:
     """Show which of upstream's tests concern what the patches of LINE touch, and what they need."""
     ws = workspace(ctx)
     pins.load_pin(ws, line)
     plan = make_plan(ws, line, pristine_site(ws, line))
     short = plan.short(budget)
-    data = {
+    data: dict[str, Any] = {
         "line": line,
         "touched": plan.touched,
         "short": short,
@@ -116,16 +123,14 @@ def plan_command(
         ],
     }
     if gpu:
-        files = _select(plan, "gpu", (), budget, Path())
-        data["gpu"] = files
-        text = "\n".join(
-            [
-                f"# {len(files)} files for a Hopper card; on it: scripts/test.sh --upstream --gpu {line}",
-                *files,
-            ]
-        )
-        emit(data, as_json=as_json, text=text)
-        return
+        lease = cli_baseline_gpu.lease(ws, plan, card, modes=3, minutes=minutes or cli_baseline_gpu.MINUTES)
+        data["gpu"] = {
+            "files": [asdict(one) for one in lease.files],
+            "dropped": [asdict(one) for one in lease.dropped],
+        }
+        if not as_json:
+            cli_baseline_gpu.print_lease(plan, lease)
+            return
     if as_json:
         emit(data, as_json=True)
         return
@@ -174,7 +179,7 @@ def env_command(ctx: click.Context, line: str, relock: str | None) -> None:
 @baseline.command("run")
 @click.argument("line")
 @click.option(
-    "--mode", default="upstream", show_default=True, help="upstream, off, on or feature:<id>[=value]."
+    "--mode", default="upstream", show_default=True, help="upstream, off, on or a feature: <id>[=value]."
 )
 @_set
 @_files
@@ -183,6 +188,8 @@ def env_command(ctx: click.Context, line: str, relock: str | None) -> None:
 @_test_s
 @_file_s
 @_isolation
+@_resume
+@_minutes
 @click.option(
     "--store", "keep", is_flag=True, help="Keep the result in bench/results (mode upstream, --set full)."
 )
@@ -199,6 +206,8 @@ def run_command(
     test_seconds: float,
     file_seconds: float,
     isolation: str,
+    resume: bool,
+    minutes: float | None,
     keep: bool,
     as_json: bool,
 ) -> None:
@@ -209,35 +218,25 @@ def run_command(
     options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=which == "gpu")
     with Session(ws, line, options) as session:
         tree = session.site(patched=False)
-        run = session.run(mode, _select(make_plan(ws, line, tree), which, files, budget, tree.path))
-        path = session.result_path(mode)
+        names = session.modes([mode]) or ["upstream"]
+        if len(names) != 1:
+            raise UsageError(f"{mode} is {len(names)} modes", fix=f"take one of: {', '.join(names)}")
+        name = names[0]
+        wanted = chosen(make_plan(ws, line, tree), which, files, budget, tree.path)
+        run = session.run(name, wanted, resume=resume, seconds=None if minutes is None else 60 * minutes)
+        path = session.result_path(name)
         if keep:
             path = store.write(ws, run, {})
-    data = {"line": line, "mode": mode, "counts": run.counts(), "result": str(path)}
-    emit(data, as_json=as_json, text=f"{line} {mode}: {json.dumps(run.counts())} -> {path}")
-
-
-@baseline.command("gpu-kit")
-@click.argument("line")
-@click.option("--modes", default="off,on", show_default=True, help="Comma-separated modes beside upstream.")
-@_files
-@click.option("--kernels", type=click.Path(path_type=Path, exists=True), help="The compiled vllm/_dsa_C.so.")
-@click.option("--out", type=click.Path(path_type=Path), default=Path("build/gpu-baseline"), show_default=True)
-@click.pass_context
-def kit_command(
-    ctx: click.Context, line: str, modes: str, files: tuple[str, ...], kernels: Path | None, out: Path
-) -> None:
-    """Make a folder that runs upstream's GPU tests on a machine without network, where LINE's vLLM is."""
-    ws = workspace(ctx)
-    with Session(ws, line, Options(1, "fresh")) as session:
-        sites = session.site(patched=False), session.site(patched=True)
-        plan = make_plan(ws, line, sites[0])
-        chosen = _select(plan, "gpu", files, 0, sites[0].path)
-        wanted = [session.mode(one.strip()) for one in modes.split(",") if one.strip()]
-        place = make_kit(ws, line, odb(ws), sites, chosen, wanted, kernels, ws.root / out)
-    print(f"{place}: {len(chosen)} test files. On the GPU machine, with {line} on PYTHONPATH:")
-    print("  PYTHONPATH=KIT/packages:$PYTHONPATH python -m vllm_series.baseline.device --kit KIT --out OUT")
-    print(f"then here: series baseline diff {line} --saved --results OUT --modes {modes}")
+    data = {
+        "line": line,
+        "mode": name,
+        "files": len(run.files),
+        "planned": len(wanted),
+        "counts": run.counts(),
+        "result": str(path),
+    }
+    reached = f"{len(run.files)} of {len(wanted)} files"
+    emit(data, as_json=as_json, text=f"{line} {name}: {reached}, {json.dumps(run.counts())} -> {path}")
 
 
 @baseline.command("try")
@@ -269,7 +268,7 @@ def try_command(
     with Session(ws, line, Options(1, isolation, Limits(test_seconds))) as session:
         if commit or tree:
             session.use_commit(commit or Git(Path(str(tree))).out("rev-parse", "HEAD"))
-        found = session.again(mode)(only)
+        found = session.again(mode)(only) or {}
     lost = [node for node in nodes if node not in found and "::" in node]
     bad = [f"{name}: {one.outcome} {one.reason}" for name, one in found.items() if one.outcome in BAD]
     for name, one in found.items():
@@ -284,7 +283,10 @@ def try_command(
 @baseline.command("diff")
 @click.argument("lines", nargs=-1)
 @click.option(
-    "--modes", default="off,on", show_default=True, help="Comma-separated modes to compare with upstream."
+    "--modes",
+    default="off,on",
+    show_default=True,
+    help="Comma-separated: off, on, a feature as <id>[=value], `features` for one of each.",
 )
 @_set
 @_files
@@ -293,6 +295,8 @@ def try_command(
 @_test_s
 @_file_s
 @_isolation
+@_resume
+@_minutes
 @click.option("--saved", is_flag=True, help="Compare the saved runs, run nothing but what differs.")
 @click.option(
     "--results",
@@ -316,6 +320,8 @@ def diff_command(
     test_seconds: float,
     file_seconds: float,
     isolation: str,
+    resume: bool,
+    minutes: float | None,
     saved: bool,
     results: Path | None,
     no_confirm: bool,
@@ -331,31 +337,45 @@ def diff_command(
     ws = workspace(ctx)
     names = _lines(ws, lines)
     entries = quarantine.load(ws.root / "quarantine.toml", pins.lines(ws))
-    wanted = [one.strip() for one in modes.split(",") if one.strip() and one.strip() != "upstream"]
-    if not wanted:
+    if not [one for one in split_modes(modes) if one != "upstream"]:
         raise UsageError("no mode to compare with upstream", fix="pass --modes off,on")
     options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=which == "gpu")
     if results is not None and (not saved or len(names) != 1):
         raise UsageError("--results compares saved runs of one line", fix="add --saved and name the line")
     console, found = Console(stderr=as_json), list[tuple[Diff, tuple[Run, Run]]]()
+    shares = Shares(minutes, len(names))
     for line in names:
         with Session(ws, line, options) as session:
             tree = session.site(patched=False)
-            chosen = [] if saved else _select(make_plan(ws, line, tree), which, files, budget, tree.path)
+            wanted = session.modes(split_modes(modes))
+            shares.modes(1 + len(wanted))
+            files_of = [] if saved else chosen(make_plan(ws, line, tree), which, files, budget, tree.path)
             place = results if results is not None else session.root
-            upstream = Run.load(place / "upstream.json") if saved else session.run("upstream", chosen)
+
+            def run(mode: str, names: Sequence[str], session: Session = session) -> Run:
+                return session.run(mode, names, resume=resume, seconds=shares.next())
+
+            upstream = Run.load(place / "upstream.json") if saved else run("upstream", files_of)
             rows: dict[str, dict[str, Any]] = {}
             for mode in wanted:
-                patched = Run.load(place / result_name(mode)) if saved else session.run(mode, chosen)
+                # What upstream's run did not reach cannot be compared.
+                patched = Run.load(place / result_name(mode)) if saved else run(mode, list(upstream.files))
                 again = confirmed(results / "confirmed.json", mode) if results is not None else None
-                diff = session.compare(upstream, patched, confirm=not no_confirm, force=force, again=again)
+                diff = session.compare(
+                    upstream,
+                    patched,
+                    confirm=not no_confirm,
+                    force=force,
+                    again=again,
+                    planned=None if saved else files_of,
+                )
                 quarantine_rows(diff, entries)
                 render.show(diff, console, broken=verbose)
                 render.write_all(diff, (upstream, patched), ws.root / "build" / "baseline" / "reports")
-                rows[mode] = {"tree": patched.tree, "date": patched.date, "counts": diff.counts()}
+                rows[mode] = store.diff_row(diff, patched, which, commit_of(ws))
                 found.append((diff, (upstream, patched)))
-            if keep:
-                store.write(ws, upstream, rows)
+                if keep:  # after each mode: a long run that is cut off has stored what it knows
+                    store.write(ws, upstream, rows, card_name(upstream.fingerprint.get("gpu")))
     failing = [diff for diff, _ in found if diff.failing()]
     if as_json:
         emit({"ok": not failing, "diffs": [render.as_json(diff, runs) for diff, runs in found]}, as_json=True)

@@ -39,7 +39,7 @@ class Runs:
         python = Path(sys.executable)
         pool = FreshPool(python, site, own) if fresh else ForkPool(python, site, own, place / "server.log")
         self.pools.append(pool)
-        return FileRunner(pool, site, place, limits, {})
+        return FileRunner(pool, site, place, limits)
 
     def run(self, site: Path, mode: str = "upstream", limits: Limits | None = None, **kind: object) -> Run:
         runner = self.runner(site, limits or Limits(20, 60), **kind)  # type: ignore[arg-type]

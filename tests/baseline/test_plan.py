@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,11 +11,10 @@ import pytest
 from vllm_series.baseline import needs, store
 from vllm_series.baseline.ci_steps import matching, named_tests
 from vllm_series.baseline.imports import HUB, Graph, build_graph, imported
-from vllm_series.baseline.modes import resolve
 from vllm_series.baseline.needs import Need
 from vllm_series.baseline.outcome import FileRun, Node, Run
 from vllm_series.baseline.plan import Plan, PlannedTest, make_plan
-from vllm_series.errors import CheckFailed, UsageError
+from vllm_series.errors import CheckFailed
 from vllm_series.runtime import pristine_site
 from vllm_series.workspace import Workspace
 
@@ -123,6 +121,10 @@ def test_ci_steps(tmp_path: Path) -> None:
         ("skipped: could not import 'x': No module named 'flashinfer'", needs.PACKAGE),
         ("failed: RuntimeError: No CUDA GPUs are available", needs.GPU),
         ("failed: AssertionError: 1 != 2", needs.OTHER),
+        ("skipped: Skipped: SM90 and SM100 only", needs.SM90),
+        ("skipped: Skipped: Sparse MLA backend tests require CUDA or ROCm.", needs.GPU),
+        ("skipped: Skipped: Requires CUDA, ROCm or XPU graph", needs.GPU),
+        ("skipped: Skipped: ROCm cache layout", needs.OTHER),
     ],
 )
 def test_need_of_a_recorded_reason(reason: str, kind: str) -> None:
@@ -147,10 +149,26 @@ def test_one_pass_on_cpu_outweighs_every_skip() -> None:
         ("x = torch.ones(1, device='cuda')", needs.GPU),
         ("pytestmark = pytest.mark.cpu_test", needs.CPU),
         ("def test_x(): assert 1", needs.CPU),
+        ("pytestmark = pytest.mark.skipif(\n    not current_platform.is_rocm(), reason='x')", needs.OTHER),
+        ("if not current_platform.is_cuda(): skip", needs.GPU),
     ],
 )
 def test_need_of_a_text(text: str, kind: str) -> None:
     assert needs.worded(text).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("path", "kind"),
+    [
+        ("tests/kernels/test_rocm_fp8.py", needs.OTHER),
+        ("tests/models/amd/test_meta.py", needs.OTHER),
+        ("tests/models/test_dsv41_gfx942_decode.py", needs.OTHER),
+        ("tests/kernels/test_amdahl.py", needs.GPU),
+        ("tests/kernels/test_fp8.py", needs.GPU),
+    ],
+)
+def test_need_of_a_name(path: str, kind: str) -> None:
+    assert needs.worded("if current_platform.is_cuda(): pass", path).kind == kind
 
 
 def planned(
@@ -172,24 +190,6 @@ def test_short_set_keeps_the_budget_and_reaches_every_touched_file() -> None:
     assert plan.short(60) == ["tests/a.py", "tests/c.py"]
     assert plan.short(75) == ["tests/a.py", "tests/b.py", "tests/c.py"]
     assert plan.short(5) == []
-
-
-def test_modes_come_from_the_registry(tmp_path: Path) -> None:
-    (tmp_path / "vllm/dsa").mkdir(parents=True)
-    rows = (
-        'Feature("overlap", "title", ("VLLM_OVERLAP", "VLLM_NO"))',
-        'Feature("topk", "t", ("VLLM_TOPK",))',
-    )
-    (tmp_path / "vllm/dsa/features.py").write_text(f"KNOWN = ({', '.join(rows)})\n")
-    rows = ('VLLM_OVERLAP: Literal["auto", "off", "full"] = "auto"', "VLLM_TOPK: bool = False")
-    (tmp_path / "vllm/envs.py").write_text("if TYPE_CHECKING:\n    " + "\n    ".join(rows) + "\n")
-    assert resolve("off", tmp_path).env == {"VLLM_DSA": "0"} and resolve("off", tmp_path).exact
-    assert resolve("feature:topk", tmp_path).env == {"VLLM_OVERLAP": "off", "VLLM_TOPK": "1"}
-    assert resolve("feature:overlap=full", tmp_path).env == {"VLLM_OVERLAP": "full", "VLLM_TOPK": "0"}
-    assert not resolve("upstream", tmp_path).patched
-    for wrong in ("onn", "feature:none", "feature:overlap=wild", "feature:topk=2"):
-        with pytest.raises(UsageError):
-            resolve(wrong, tmp_path)
 
 
 def test_store_round_trip(tmp_path: Path) -> None:
@@ -243,13 +243,3 @@ def test_plan_of_the_real_tree(line: str) -> None:
         needs.HUB,
     }
     assert "tests/v1/attention/test_indexer_dcp_localize.py" in plan.short(300)
-
-
-def test_select_refuses_a_file_that_upstream_lacks(site: Callable[..., Path]) -> None:
-    from vllm_series.cli_baseline import _select
-
-    place = site("a", {"test_a.py": ""})
-    plan = Plan("0.0.0", [], [])
-    assert _select(plan, "short", ("tests/test_a.py::test_x",), 60, place) == ["tests/test_a.py"]
-    with pytest.raises(UsageError, match=r"test_b\.py"):
-        _select(plan, "short", ("tests/test_b.py",), 60, place)

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import vllm_series
+from vllm_series.baseline.device import KERNELS
+from vllm_series.baseline.gpu_plan import GpuFile
 from vllm_series.baseline.modes import Mode
 from vllm_series.envs import find_uv
 from vllm_series.errors import FetchFailed, UsageError
@@ -25,7 +27,7 @@ def make_kit(
     line: str,
     git: Git,
     sites: tuple[Site, Site],
-    files: Sequence[str],
+    files: Sequence[GpuFile],
     modes: Sequence[Mode],
     kernels: Path | None,
     out: Path,
@@ -49,18 +51,19 @@ def make_kit(
     pristine, patched = sites
     shutil.copytree(pristine.path / "tests", out / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy2(pristine.path / "pyproject.toml", out / "pyproject.toml")
-    removed = []
+    removed: dict[str, list[str]] = {"patched": [], "pristine": []}
     for name, status in git.changed(pristine.tree, patched.tree).items():
         if not name.startswith(("vllm/", "tests/")):
             continue
-        if status == "D":
-            removed.append(name)
-            continue
-        target = out / "changed" / name
-        target.parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(patched.path / name, target)
+        for side, site, absent in (("patched", patched, "D"), ("pristine", pristine, "A")):
+            if status == absent:
+                removed[side].append(name)
+                continue
+            target = out / side / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(site.path / name, target)
     if kernels is not None:
-        shutil.copy2(kernels, out / "changed" / "vllm" / "_dsa_C.so")
+        shutil.copy2(kernels, out / "patched" / KERNELS)
     (out / "removed.json").write_text(json.dumps(removed))
     _packages(ws, out / "packages")
     source = Path(vllm_series.__file__).parent
@@ -70,7 +73,7 @@ def make_kit(
         shutil.copy2(source / name, keep / name)
     plan = {
         "line": line,
-        "files": list(files),
+        "files": [one.as_dict() for one in files],
         "modes": {"upstream": {}, **{mode.name: mode.env for mode in modes if mode.patched}},
         "trees": {"upstream": pristine.tree, **{mode.name: patched.tree for mode in modes if mode.patched}},
     }

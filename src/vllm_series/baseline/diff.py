@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from vllm_series.baseline.fingerprint import differences
-from vllm_series.baseline.outcome import BAD, NOT_RUN, Node, Run
+from vllm_series.baseline.outcome import BAD, LEFT_OUT, NOT_RUN, Node, Run
 from vllm_series.baseline.quarantine import Entry
 from vllm_series.errors import CheckFailed
 
@@ -23,6 +23,7 @@ class Kind(StrEnum):
     NEW = "NEW"
     SKIP_CHANGED = "SKIP_CHANGED"
     NOT_COMPARED = "NOT_COMPARED"
+    SAMPLED = "SAMPLED"
     FLAKY = "FLAKY"
     QUARANTINED = "QUARANTINED"
 
@@ -59,6 +60,8 @@ class Diff:
     exact: bool
     rows: list[Row]
     forced: list[str] = field(default_factory=list)
+    #: Planned files that one of the runs did not reach.
+    unreached: list[str] = field(default_factory=list)
 
     def of(self, *kinds: Kind) -> list[Row]:
         """The rows of these kinds."""
@@ -71,6 +74,14 @@ class Diff:
         lost = [row for row in self.of(Kind.SKIP_CHANGED) if row.lost]
         return self.of(Kind.REGRESSION, Kind.MISSING) + lost
 
+    def samples(self) -> dict[str, tuple[int, int]]:
+        """``{file: (tests in its sample, all its tests)}`` of the files of which only a sample ran."""
+        left: dict[str, int] = {}
+        for row in self.of(Kind.SAMPLED):
+            left[row.file] = left.get(row.file, 0) + 1
+        every = {name: sum(row.file == name for row in self.rows) for name in left}
+        return {name: (every[name] - number, every[name]) for name, number in left.items()}
+
     def counts(self) -> dict[str, int]:
         """How many rows are of which kind, all kinds named."""
         return {kind.value: len(self.of(kind)) for kind in Kind}
@@ -82,7 +93,9 @@ def classify(before: Node | None, after: Node | None) -> Kind:
         return Kind.NEW
     if after is None:
         return Kind.MISSING
-    if NOT_RUN in (before.outcome, after.outcome):
+    if before.outcome == after.outcome == LEFT_OUT:
+        return Kind.SAMPLED
+    if {NOT_RUN, LEFT_OUT} & {before.outcome, after.outcome}:
         return Kind.NOT_COMPARED
     if after.outcome in BAD:
         return Kind.BROKEN_UPSTREAM if before.outcome in BAD else Kind.REGRESSION
@@ -97,8 +110,23 @@ def classify(before: Node | None, after: Node | None) -> Kind:
     return Kind.FIXED if after.outcome == "passed" else Kind.REGRESSION
 
 
-def compare(upstream: Run, patched: Run, *, exact: bool, force: bool = False) -> Diff:
+def compare(
+    upstream: Run,
+    patched: Run,
+    *,
+    exact: bool,
+    force: bool = False,
+    planned: Sequence[str] | None = None,
+) -> Diff:
     """Compare the files that both runs hold.
+
+    Args:
+        upstream: the run of the pristine tree.
+        patched: the run of a mode.
+        exact: any difference fails the mode.
+        force: compare whatever the machines.
+        planned: what should have run, where a time limit may have cut a run short: what one of the runs
+            lacks is named in the result. Without it both must hold the same files.
 
     Raises:
         CheckFailed: the runs are of different machines, packages or settings and ``force`` is not set, or
@@ -113,14 +141,15 @@ def compare(upstream: Run, patched: Run, *, exact: bool, force: bool = False) ->
             + "\n  ".join(other),
             fix="run both on one machine (`series baseline diff` does), or pass --force",
         )
-    if set(upstream.files) != set(patched.files):
+    both = [name for name in upstream.files if name in patched.files]
+    if planned is None and set(upstream.files) != set(patched.files):
         odd = sorted(set(upstream.files) ^ set(patched.files))
         raise CheckFailed(
             f"the runs {upstream.mode} and {patched.mode} hold different files: {', '.join(odd[:5])}",
             fix="run both with the same --set, or without --saved",
         )
     rows = []
-    for name in upstream.files:
+    for name in both:
         before, after = upstream.files[name].nodes, patched.files[name].nodes
         # A side that ran out of time before it knew its tests says nothing about any of them.
         cut = any(side.get(name, Node("passed")).outcome == NOT_RUN for side in (before, after))
@@ -131,11 +160,12 @@ def compare(upstream: Run, patched: Run, *, exact: bool, force: bool = False) ->
             if kind is Kind.BROKEN_UPSTREAM and one and two and one.reason != two.reason:
                 note = "the message changed"
             rows.append(Row(node, name, kind, one, two, note=note))
-    return Diff(patched.line, patched.mode, exact, rows, forced=other)
+    unreached = [name for name in planned or () if name not in both]
+    return Diff(patched.line, patched.mode, exact, rows, forced=other, unreached=unreached)
 
 
-#: Re-runs nodes: ``again(files -> nodes) -> {node: Node}`` for one side.
-Again = Callable[[Mapping[str, list[str]]], Mapping[str, Node]]
+#: Re-runs nodes: ``again(files -> nodes) -> {node: Node}`` for one side, None if there is no time left.
+Again = Callable[[Mapping[str, list[str]]], Mapping[str, Node] | None]
 RUNS = 3
 
 
@@ -152,14 +182,14 @@ def confirm(
     for row in rows:
         row.first = row.kind
     _rerun(rows, upstream, patched, alone=True)
-    rest = [row for row in rows if not _differs(row) and whole(row.file)]
+    rest = [row for row in rows if row.again and not _differs(row) and whole(row.file)]
     if rest:
         for row in rest:
             row.again.clear()
             row.note = "re-run with its whole file"
         _rerun(rest, upstream, patched, alone=False)
     for row in rows:
-        if _differs(row) < RUNS:
+        if _differs(row) < len(row.again):
             row.kind = Kind.FLAKY
 
 
@@ -167,7 +197,7 @@ def judge(diff: Diff, again: Mapping[str, list[tuple[str, str]]]) -> None:
     """Apply re-runs that were made elsewhere; a row without any keeps its kind."""
     for row in diff.of(*DOUBTFUL):
         row.first, row.again = row.kind, list(again.get(row.node, []))
-        if row.again and _differs(row) < RUNS:
+        if _differs(row) < len(row.again):
             row.kind = Kind.FLAKY
 
 
@@ -181,6 +211,8 @@ def _rerun(rows: list[Row], upstream: Again, patched: Again, *, alone: bool) -> 
         wanted = {file: [] for file in wanted}
     for _ in range(RUNS):
         before, after = upstream(wanted), patched(wanted)
+        if before is None or after is None:
+            return  # the kind stays: a difference that could not be looked at again is a difference
         for row in rows:
             one, two = before.get(row.node), after.get(row.node)
             row.again.append((one.outcome if one else "absent", two.outcome if two else "absent"))

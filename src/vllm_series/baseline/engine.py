@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from vllm_series.baseline.outcome import NOT_RUN, FileRun, Node
+from vllm_series.baseline.outcome import LEFT_OUT, NOT_RUN, FileRun, Node
 from vllm_series.baseline.reportlog import outcomes, records
 from vllm_series.baseline.workers import Job, Pool, Process, end_group
 
@@ -22,11 +22,12 @@ POLL_S = 0.1
 @dataclass(frozen=True)
 class Limits:
     """Seconds that one test and one whole file may take; ``grace_s`` more before a test's process is
-    killed."""
+    killed. Of a file with more than ``sample`` tests only that many run (0: all)."""
 
     test_s: float = 120.0
     file_s: float = 600.0
     grace_s: float = 30.0
+    sample: int = 0
 
 
 @dataclass
@@ -36,6 +37,7 @@ class _Attempt:
     tests: dict[str, Node] = field(default_factory=dict)
     collectors: dict[str, Node] = field(default_factory=dict)
     collected: list[str] | None = None
+    left_out: list[str] = field(default_factory=list)
     running: str | None = None
     ended: bool = False
     cpu: float = 0.0
@@ -44,11 +46,8 @@ class _Attempt:
 class FileRunner:
     """Runs one test file of a site to the end, over as many processes as it takes."""
 
-    def __init__(
-        self, pool: Pool, site: Path, scratch: Path, limits: Limits, file_limits: Mapping[str, float]
-    ) -> None:
-        self.pool, self.site, self.scratch = pool, site, scratch
-        self.limits, self.file_limits = limits, file_limits
+    def __init__(self, pool: Pool, site: Path, scratch: Path, limits: Limits) -> None:
+        self.pool, self.site, self.scratch, self.limits = pool, site, scratch, limits
 
     def run(self, name: str, only: Iterable[str] | None = None) -> FileRun:
         """Run ``name`` (posix path in the site), or only the given node ids of it."""
@@ -61,8 +60,9 @@ class FileRunner:
             return result
         if wanted is not None:
             (place / "only.txt").write_text("\n".join(sorted(wanted)), encoding="utf-8")
-        deadline = started + self.file_limits.get(name, self.limits.file_s)
+        deadline = started + self.limits.file_s
         order: list[str] = []
+        left_out: list[str] = []
         over = False
         while result.processes < MAX_PROCESSES:
             result.processes += 1
@@ -70,6 +70,7 @@ class FileRunner:
             attempt, death, over = self._attempt(name, place, result.processes, deadline, wanted is not None)
             result.cpu = round(result.cpu + attempt.cpu, 2)
             order = attempt.collected if attempt.collected is not None else order
+            left_out = attempt.left_out or left_out
             result.nodes.update(attempt.tests)
             result.nodes.update(
                 {k or name: v for k, v in attempt.collectors.items() if k not in attempt.tests}
@@ -85,6 +86,8 @@ class FileRunner:
             result.nodes[name] = Node(
                 NOT_RUN, "the limit of the file was reached before its tests were known"
             )
+        for node in left_out:
+            result.nodes[node] = Node(LEFT_OUT, f"not in the sample of {len(order) - len(left_out)} tests")
         for node in order:
             if node not in result.nodes and (wanted is None or node in wanted):
                 result.nodes[node] = Node(NOT_RUN, "the limit of the file was reached")
@@ -101,6 +104,7 @@ class FileRunner:
             "SERIES_DONE": str(place / "done.txt"),
             "TMPDIR": str(place / "tmp"),
             **({"SERIES_ONLY": str(place / "only.txt")} if only else {}),
+            **({"SERIES_SAMPLE": str(self.limits.sample)} if self.limits.sample else {}),
         }
         argv = [
             *("-p", "series_probe", "-p", "no:cacheprovider", "-q", "--no-header", "--tb=short"),
@@ -122,6 +126,8 @@ class FileRunner:
             kind, value = event.get("e"), event.get("n")
             if kind == "collected" and isinstance(value, list):
                 attempt.collected = [str(one) for one in value]
+            elif kind == "left_out" and isinstance(value, list):
+                attempt.left_out = [str(one) for one in value]
             elif kind == "start":
                 attempt.running = str(value)
             elif kind == "finish":
@@ -193,15 +199,21 @@ def run_files(
     jobs: int,
     told: Callable[[str, FileRun], None] = lambda name, run: None,
     only: Mapping[str, Iterable[str]] | None = None,
+    until: float | None = None,
 ) -> dict[str, FileRun]:
-    """Run many files, ``jobs`` at a time; ``told`` is called as each ends. The result keeps the given
-    order."""
+    """Run many files, ``jobs`` at a time, started in the given order; ``told`` is called as each ends.
+
+    After ``until`` (of ``time.monotonic``) no further file is started: those are not in the result.
+    """
     names = list(dict.fromkeys(files))
     with ThreadPoolExecutor(max_workers=max(1, jobs)) as threads:
 
-        def one(name: str) -> FileRun:
+        def one(name: str) -> FileRun | None:
+            if until is not None and time.monotonic() >= until:
+                return None
             done = runner.run(name, only.get(name) if only is not None else None)
             told(name, done)
             return done
 
-        return dict(zip(names, threads.map(one, names), strict=True))
+        pairs = zip(names, threads.map(one, names), strict=True)
+        return {name: done for name, done in pairs if done is not None}

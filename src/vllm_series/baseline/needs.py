@@ -21,6 +21,8 @@ ORDER = (CPU, SM90, SM100, GPU, MULTI, HUB, PACKAGE, OTHER)
 
 #: What a skip or a failure says. The first match of a text counts, so the narrow ones stand first.
 _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (SM90, re.compile(r"(?i)(hopper|sm_?90)[^.]{0,20}\b(and|or)\b[^.]{0,20}(blackwell|sm_?100)")),
+    (GPU, re.compile(r"(?i)\bcuda\b[^.]{0,12}\b(or|and)\b|\bor\b[^.]{0,12}\bcuda\b")),
     (OTHER, re.compile(r"(?i)rocm|aiter|\bxpu\b|\btpu\b|zentorch|\bamx\b|sm ?120|gfx\d")),
     (
         MULTI,
@@ -54,6 +56,7 @@ _REASONS: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 #: What the text of a test file says, in the order in which it counts.
 _WORDS: tuple[tuple[str, re.Pattern[str]], ...] = (
+    (OTHER, re.compile(r"skipif\(\s*not current_platform\.is_(rocm|xpu|tpu|cpu)\(\)")),
     (
         MULTI,
         re.compile(
@@ -112,8 +115,14 @@ def recorded(counts: Mapping[str, int], reasons: Mapping[str, int]) -> Need | No
     return Need(kind, f"last run: {example[:110]}")
 
 
-def worded(text: str) -> Need:
-    """Judge a file by its text: markers, capability checks, fixtures that load a model."""
+_ELSEWHERE = re.compile(r"(?:^|[/_])(rocm|amd|xpu|tpu|gfx\d+\w*)(?=[/_.])")
+
+
+def worded(text: str, path: str = "") -> Need:
+    """Judge a file by its name and text: markers, capability checks, fixtures that load a model."""
+    named = _ELSEWHERE.search(path)
+    if named:
+        return Need(OTHER, f"name: {named[1]}")
     for kind, pattern in _WORDS:
         found = pattern.search(text)
         if found:

@@ -19,8 +19,10 @@ PYTEST = ("passed", "failed", "skipped", "error", "xfailed", "xpassed")
 #: reached.
 DIED = ("crash", "timeout", "killed")
 NOT_RUN = "not_run"
+#: Not in the sample of a file that has more tests than its time allows (the same sample on both trees).
+LEFT_OUT = "left_out"
 BAD = frozenset({"failed", "error", *DIED})
-OUTCOMES = frozenset({*PYTEST, *DIED, NOT_RUN})
+OUTCOMES = frozenset({*PYTEST, *DIED, NOT_RUN, LEFT_OUT})
 
 
 @dataclass

@@ -11,11 +11,14 @@ from vllm_series.baseline.ci_steps import Step, matching
 from vllm_series.baseline.imports import Graph, build_graph
 from vllm_series.baseline.needs import Need
 from vllm_series.baseline.outcome import DIED, NOT_RUN
+from vllm_series.baseline.relevance import Relevance, changed_names, overlay_imports
 from vllm_series.baseline.store import Recorded, read
+from vllm_series.overlay import overlay_files
 from vllm_series.runtime import Site
 from vllm_series.series import load
 from vllm_series.workspace import Workspace
 
+UNKNOWN_S = 15.0  # what a file is taken to need that was never run
 DEPTH = 2  # a test that imports a module that imports what we patch
 
 
@@ -30,7 +33,7 @@ class PlannedTest:
     need: Need
     seconds: float | None
     passed: int
-    #: How special it is: over ``reaches``, the sum of 1/importers, and 1 if it is named after the file.
+    #: How much of what the patches change it can see (``relevance.py``).
     weight: float
     #: Kinds of need that some of its tests named in the last run, beside ``need``.
     others: frozenset[str] = frozenset()
@@ -74,27 +77,20 @@ class Plan:
                     left -= _cost(one)
         return sorted(one.path for one in chosen)
 
-    def gpu(self) -> list[str]:
-        """What a Hopper card adds: direct importers with a test that wants a GPU, but no model and no other
-        card."""
-        wanted = {needs.SM90, needs.GPU}
-        near = [one for one in self.tests if one.distance == 1]
-        found = [
-            one
-            for one in near
-            if one.need.kind in wanted or (one.need.kind == needs.CPU and one.others & wanted)
-        ]
-        return [one.path for one in sorted(found, key=lambda one: (-one.weight, one.path))]
-
     def full(self) -> list[str]:
-        """Every planned file that runs on CPU or was never run, whatever its distance."""
+        """Every planned file that runs on CPU or was never run, whatever its distance: see `ranked`."""
         unknown = [one for one in self.tests if one.seconds is None and one.need.evidence.startswith("text")]
         names = {one.path for one in [*self.of(needs.CPU), *(one for one in unknown if one.distance == 1)]}
-        return sorted(names)
+        return [path for path in self.ranked() if path in names]
+
+    def ranked(self) -> list[str]:
+        """All planned files, those first that say the most for their time: a run that is cut short has what
+        matters."""
+        return [one.path for one in sorted(self.tests, key=lambda one: (-_value(one), one.path))]
 
 
 def _cost(test: PlannedTest) -> float:
-    return max(test.seconds or 0.0, 2.0)
+    return UNKNOWN_S if test.seconds is None else max(test.seconds, 2.0)
 
 
 def _value(test: PlannedTest) -> float:
@@ -144,19 +140,27 @@ def make_plan(
                 distances.setdefault(path, 0)
     plan = Plan(line, changed, steps)
     known = read(ws, line)
+    relevance = _relevance(ws, line, site.path, graph, changed)
     for path, distance in sorted(distances.items()):
         if is_test(path):
-            plan.tests.append(_planned(site.path, path, distance, direct, known.get(path)))
+            plan.tests.append(_planned(site.path, path, distance, direct, known.get(path), relevance))
     plan.tests.sort(
         key=lambda one: (needs.ORDER.index(one.need.kind), one.distance or 99, -one.weight, one.path)
     )
     return plan
 
 
-def _named_after(test: str, source: str) -> float:
-    """1.0 if the test's file name holds the module's whole name: ``test_envs.py``, ``test_indexer_x.py``."""
-    stem = source.rpartition("/")[2].removesuffix(".py")
-    return 1.0 if f"_{stem}_" in f"{test.rpartition('/')[2].removesuffix('.py')}_" else 0.0
+def _relevance(ws: Workspace, line: str, tree: Path, graph: Graph, changed: list[str]) -> Relevance:
+    sources = {name: (tree / name).read_bytes() for name in changed if (tree / name).is_file()}
+    names = changed_names(load(ws, line), sources)
+    texts = {
+        name: path.read_text(encoding="utf-8", errors="replace")
+        for name, path in overlay_files(ws).items()
+        if name.startswith("vllm/") and name.endswith(".py")
+    }
+    known = {one for name, found in graph.imports.items() for one in (name, *found)}
+    targets = {name: names.get(name, frozenset()) for name in changed}
+    return Relevance(graph, targets, overlay_imports(texts, known) - targets.keys())
 
 
 def _files(tree: Path, name: str) -> list[str]:
@@ -166,11 +170,17 @@ def _files(tree: Path, name: str) -> list[str]:
 
 
 def _planned(
-    tree: Path, path: str, distance: int, direct: Mapping[str, set[str]], last: Recorded | None
+    tree: Path,
+    path: str,
+    distance: int,
+    direct: Mapping[str, set[str]],
+    last: Recorded | None,
+    relevance: Relevance,
 ) -> PlannedTest:
+    text = (tree / path).read_text(encoding="utf-8", errors="replace")
     need = needs.recorded(last.counts, last.reasons) if last else None
     if need is None:
-        need = needs.worded((tree / path).read_text(encoding="utf-8", errors="replace"))
+        need = needs.worded(text, path)
     others = frozenset(needs.of_reason(reason) for reason in last.reasons) if last else frozenset[str]()
     reaches = tuple(sorted(name for name, tests in direct.items() if path in tests))
     return PlannedTest(
@@ -180,7 +190,7 @@ def _planned(
         need=need,
         seconds=last.seconds if last else None,
         passed=last.counts.get("passed", 0) if last else 0,
-        weight=round(sum(1 / len(direct[name]) + _named_after(path, name) for name in reaches), 5),
+        weight=relevance.score(path, text),
         others=others,
         steady=not last or not {*DIED, NOT_RUN} & last.counts.keys(),
     )

@@ -45,7 +45,21 @@ def verdict(diff: Diff) -> str:
     bits = [f"{counts[kind]} {kind}" for kind in Kind if counts[kind]]
     want = "must equal upstream exactly" if diff.exact else "no regression allowed"
     state = f"FAILED ({failing} {'differs' if failing == 1 else 'differ'})" if failing else "ok"
-    return f"{diff.line} {diff.mode}: {state}; {', '.join(bits) or 'nothing ran'}; {want}"
+    short = f"; {len(diff.unreached)} planned files were not reached" if diff.unreached else ""
+    return f"{diff.line} {diff.mode}: {state}; {', '.join(bits) or 'nothing ran'}; {want}{short}"
+
+
+def coverage(diff: Diff, ran: int) -> list[str]:
+    """Say what of the plan did not run: one line each, none if everything did."""
+    lines = []
+    if diff.unreached:
+        names = ", ".join(f"`{name}`" for name in diff.unreached[:ROWS])
+        more = f" and {len(diff.unreached) - ROWS} more" if len(diff.unreached) > ROWS else ""
+        lines.append(f"Not reached in the time that was given ({len(diff.unreached)} of "
+                     f"{ran + len(diff.unreached)} planned files): {names}{more}.")  # fmt: skip
+    for name, (number, every) in sorted(diff.samples().items()):
+        lines.append(f"SAMPLED: `{name}`, {number} of {every} tests, the same ones on both trees.")
+    return lines
 
 
 def missing_packages(run: Run) -> dict[str, int]:
@@ -112,6 +126,8 @@ def markdown(diff: Diff, runs: tuple[Run, Run]) -> str:
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         if len(rows) > ROWS:
             lines.append(f"| ... and {len(rows) - ROWS} more | | | |")
+    for text in coverage(diff, len(after.files)):
+        lines += ["", text]
     wanted = missing_packages(before)
     if wanted:
         lines += ["", "Packages that upstream's tests wanted and that are not installed: "
@@ -128,6 +144,7 @@ MEANING = {
     Kind.NEW: "collected on the patched tree only",
     Kind.SKIP_CHANGED: "skipped on one side, or for another reason",
     Kind.NOT_COMPARED: "the file's time limit came first on one side",
+    Kind.SAMPLED: "not in the sample of its file, on either side",
     Kind.FLAKY: "differed once, not in every re-run",
     Kind.QUARANTINED: "named in quarantine.toml",
 }
@@ -148,10 +165,12 @@ def as_json(diff: Diff, runs: tuple[Run, Run]) -> dict[str, Any]:
         "counts": diff.counts(),
         "failing": [row.node for row in diff.failing()],
         "missing_packages": missing_packages(before),
+        "unreached": diff.unreached,
+        "samples": {name: list(pair) for name, pair in diff.samples().items()},
         "rows": [
             {**asdict(row), "kind": row.kind.value, "first": row.first.value if row.first else None}
             for row in diff.rows
-            if row.kind is not Kind.SAME
+            if row.kind not in (Kind.SAME, Kind.SAMPLED)
         ],
     }
 

@@ -6,8 +6,10 @@ from __future__ import annotations
 import datetime
 import json
 import shutil
+import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +18,13 @@ from vllm_series.baseline import diff as diffing
 from vllm_series.baseline import fingerprint
 from vllm_series.baseline.engine import FileRunner, Limits, run_files
 from vllm_series.baseline.environment import driver_stub, run_env
-from vllm_series.baseline.modes import Mode, resolve
+from vllm_series.baseline.modes import Mode, expand, resolve
 from vllm_series.baseline.outcome import FileRun, Node, Run
+from vllm_series.baseline.progress import Progress
 from vllm_series.baseline.workers import ForkPool, FreshPool, Pool
 from vllm_series.envs import env_digest, torch_env
-from vllm_series.errors import UsageError
+from vllm_series.errors import CheckFailed, UsageError
+from vllm_series.git import Git
 from vllm_series.pins import load_pin
 from vllm_series.runtime import Site, host_wheel, make_site, pristine_site
 from vllm_series.ui import say
@@ -51,12 +55,16 @@ class Session:
                 "CUDA cannot be used in forked processes", fix="pass --isolation fresh with --gpu"
             )
         self.pin = load_pin(ws, line)
-        self.python = torch_env(ws, line)
         self.root = ws.root / "build" / "baseline" / line
         self.root.mkdir(parents=True, exist_ok=True)
         self._sites: dict[bool, Site] = {}
         self._pools: dict[str, Pool] = {}
         self._print: dict[str, Any] = {}
+
+    @cached_property
+    def python(self) -> Path:
+        """The interpreter of the line's torch environment, which is made when tests are run here."""
+        return torch_env(self.ws, self.line)
 
     def __enter__(self) -> Session:
         return self
@@ -83,6 +91,11 @@ class Session:
         """Resolve a mode's name; features are looked up in the patched tree."""
         tree = self.site(patched=True).path if name not in ("upstream", "off", "on") else Path()
         return resolve(name, tree)
+
+    def modes(self, names: Sequence[str]) -> list[str]:
+        """Spell out ``features`` and bare feature names; without ``upstream``."""
+        plain = all(name in ("upstream", "off", "on") for name in names)
+        return expand(names, Path() if plain else self.site(patched=True).path)
 
     def _env(self, mode: Mode) -> dict[str, str]:
         scratch = self.root / "scratch" / _safe(mode.name)
@@ -122,10 +135,19 @@ class Session:
         scratch = self.root / "scratch" / _safe(mode.name) / place
         limits = self.options.limits
         limits = Limits(limits.test_s * patience, limits.file_s * patience)
-        return FileRunner(self._pool(mode), self.site(mode.patched).path, scratch, limits, {})
+        return FileRunner(self._pool(mode), self.site(mode.patched).path, scratch, limits)
 
-    def run(self, name: str, files: Sequence[str], *, save: bool = True) -> Run:
-        """Run ``files`` in a mode and save the result as ``build/baseline/<line>/<mode>.json``."""
+    def run(
+        self, name: str, files: Sequence[str], *, resume: bool = False, seconds: float | None = None
+    ) -> Run:
+        """Run ``files`` in a mode and save the result as ``build/baseline/<line>/<mode>.json``.
+
+        Args:
+            name: the mode.
+            files: test files, in the order in which they are started.
+            resume: take over what the saved run of the same tree, machine and settings has.
+            seconds: start no further file after this time; files that were not reached are not in the result.
+        """
         mode = self.mode(name)
         run = Run(
             line=self.line,
@@ -135,24 +157,26 @@ class Session:
             fingerprint=self.fingerprint(),
             date=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         )
-        say(f"{self.line} {name}: {len(files)} files on tree {run.tree[:12]}")
+        progress = Progress(run, self.result_path(name), resume=resume)
+        left = progress.left(files)
+        say(f"{self.line} {name}: {len(left)} of {len(files)} files to run on tree {run.tree[:12]}")
         count = 0
 
         def told(path: str, one: FileRun) -> None:
             nonlocal count
             count += 1
-            run.files[path] = one
-            say(f"  {self.line} {name} {count}/{len(files)} {path}: {_short(one)} in {one.seconds:.0f} s")
-            if save and count % 10 == 0:
-                run.save(self.result_path(name))  # a long run that is cut off leaves what it has
+            progress.add(path, one)
+            say(f"  {self.line} {name} {count}/{len(left)} {path}: {_short(one)} in {one.seconds:.0f} s")
 
-        pool = self._pool(mode)
-        done = run_files(self._runner(mode, "runs"), files, self.options.jobs, told)
-        run.files = done
-        run.problems = dict(getattr(pool, "failed", {}))
-        if save:
-            run.save(self.result_path(name))
-        return run
+        if left:
+            pool = self._pool(mode)
+            run.problems = dict(getattr(pool, "failed", {}))
+            until = None if seconds is None else time.monotonic() + seconds
+            try:
+                run_files(self._runner(mode, "runs"), left, self.options.jobs, told, until=until)
+            finally:  # an interrupted run keeps what it has
+                progress.save()
+        return progress.of(files)
 
     def result_path(self, mode: str) -> Path:
         """Where the run of a mode is saved."""
@@ -182,11 +206,12 @@ class Session:
         confirm: bool = True,
         force: bool = False,
         again: Mapping[str, list[tuple[str, str]]] | None = None,
+        planned: Sequence[str] | None = None,
     ) -> diffing.Diff:
         """Compare two runs; what differs is run again three times on both sides, or was (``again``)
-        elsewhere."""
+        elsewhere. With ``planned``, runs that were cut short are compared in what both have."""
         mode = self.mode(patched.mode)
-        found = diffing.compare(upstream, patched, exact=mode.exact, force=force)
+        found = diffing.compare(upstream, patched, exact=mode.exact, force=force, planned=planned)
         doubtful = found.of(*diffing.DOUBTFUL)
         if again is not None:
             diffing.judge(found, again)
@@ -204,6 +229,15 @@ class Session:
         """Remove scratch folders (compile caches, temporary files, logs of tests that passed)."""
         for name in modes:
             shutil.rmtree(self.root / "scratch" / _safe(name), ignore_errors=True)
+
+
+def commit_of(ws: Workspace) -> str:
+    """The checkout's commit, with ``+`` if files differ from it; empty outside of a git checkout."""
+    try:
+        git = Git(ws.root)
+        return git.out("rev-parse", "HEAD") + ("+" if git.out("status", "--porcelain", "-uno") else "")
+    except CheckFailed:
+        return ""
 
 
 def result_name(mode: str) -> str:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vllm_series.baseline.outcome import BAD, Run
+from vllm_series.baseline.diff import DOUBTFUL, Diff, Kind
+from vllm_series.baseline.outcome import BAD, Node, Run
 from vllm_series.errors import CheckFailed
 from vllm_series.workspace import Workspace
 
@@ -49,14 +50,50 @@ def summarise(run: Run) -> dict[str, Recorded]:
     return found
 
 
+def diff_row(diff: Diff, patched: Run, which: str, commit: str) -> dict[str, Any]:
+    """What is kept of a comparison: what ran, how much of the plan that is, and everything that differs."""
+    counts = {kind: number for kind, number in diff.counts().items() if number}
+    left = sum(counts.get(kind, 0) for kind in ("NOT_COMPARED", "SAMPLED"))
+    reached = len(patched.files)
+    odd = {
+        row.node: f"{row.kind}: {_brief(row.before)} / {_brief(row.after)}"
+        for row in diff.rows
+        if row.kind in (*DOUBTFUL, Kind.FLAKY, Kind.QUARANTINED)
+    }
+    return {
+        "set": which,
+        "commit": commit,
+        "tree": patched.tree,
+        "date": patched.date,
+        "ok": not diff.failing(),
+        "files": f"{reached} of {reached + len(diff.unreached)}",
+        "compared": len(diff.rows) - left,
+        "counts": counts,
+        **({"differs": odd} if odd else {}),
+        **({"unreached": diff.unreached} if diff.unreached else {}),
+    }
+
+
+def _brief(node: Node | None) -> str:
+    return "absent" if node is None else f"{node.outcome} {node.reason[:60]}".strip()
+
+
 def write(ws: Workspace, run: Run, diffs: dict[str, dict[str, Any]], card: str = "cpu") -> Path:
-    """Store a full upstream run and, by mode, what each patched run differed in."""
+    """Store a full upstream run and, by mode, what each patched run differed in.
+
+    Files of the stored result that this run does not hold stay, marked with where they are ``from``: the
+    plan needs their seconds and needs when a patch reaches them again. So do modes that did not run now.
+    """
     path = store_path(ws, run.line, card)
     path.parent.mkdir(parents=True, exist_ok=True)
+    old: dict[str, Any] = _load(ws, path) if path.is_file() else {"files": {}, "diffs": {}, "date": ""}
     rows = {
         name: {"s": one.seconds, "n": one.counts, **({"why": one.reasons} if one.reasons else {})}
         for name, one in summarise(run).items()
     }
+    kept = {name: {"from": old["date"][:10], **row} for name, row in old["files"].items() if name not in rows}
+    rows = dict(sorted({**kept, **rows}.items()))
+    diffs = {**old["diffs"], **diffs}
     head = {
         "schema": SCHEMA,
         "line": run.line,
@@ -83,14 +120,22 @@ def read(ws: Workspace, line: str, card: str = "cpu") -> dict[str, Recorded]:
     path = store_path(ws, line, card)
     if not path.is_file():
         return {}
+    rows: dict[str, Any] = _load(ws, path)["files"]
+    return {name: Recorded(row["s"], row["n"], row.get("why", {})) for name, row in rows.items()}
+
+
+def _load(ws: Workspace, path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text(encoding="utf-8"))
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if data["schema"] != SCHEMA:
             raise ValueError(f"schema {data['schema']}")
-        return {name: Recorded(row["s"], row["n"], row.get("why", {})) for name, row in data["files"].items()}
-    except (ValueError, KeyError, TypeError) as error:
+        for row in data["files"].values():
+            row["s"], row["n"]
+        data["diffs"], data["date"]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckFailed(
             f"{path.relative_to(ws.root)} is not a stored result: {error}",
             fix=f"git checkout -- {path.relative_to(ws.root)}, or "
-            f"`series baseline run {line} --set full --store`",
+            f"remove it and `series baseline run LINE --set full --store`",
         ) from error
+    return data

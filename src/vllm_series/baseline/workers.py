@@ -92,6 +92,8 @@ class ForkPool:
         self._lock = threading.Lock()
         self._count = 0
         self.failed: dict[str, str] = {}
+        #: False if forked children cannot use the GPU (asked only with ``SERIES_GPU=1``).
+        self.forks = True
         ready: _Answers = queue.Queue()
         self._answers["ready"] = ready
         threading.Thread(target=self._listen, daemon=True).start()
@@ -114,7 +116,7 @@ class ForkPool:
         for line in self._server.stdout:
             said = json.loads(line)
             if said["id"] == "ready":
-                self.failed = said["failed"]
+                self.failed, self.forks = said["failed"], said["forks"]
                 self._queue("ready").put((0, 0.0))
             elif "pid" in said:
                 self._queue(f"{said['id']}.pid").put((said["pid"], 0.0))

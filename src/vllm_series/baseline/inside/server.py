@@ -51,10 +51,26 @@ def preload(site: str) -> dict[str, str]:
     # No GPU is there, so nothing can be re-initialised: without this a test would fail with "Cannot
     # re-initialize CUDA in forked subprocess" instead of saying that there is no GPU.
     torch: Any = sys.modules.get("torch")
-    if torch is not None and not os.environ.get("CUDA_VISIBLE_DEVICES"):
+    if torch is not None and os.environ.get("CUDA_VISIBLE_DEVICES") == "":
         torch._C._cuda_isInBadFork = lambda: False
         torch.cuda._is_in_bad_fork = lambda: False
     return failed
+
+
+def cuda_forks() -> bool:
+    """Whether a forked child can use the GPU: not if importing touched the driver in this process."""
+    torch: Any = sys.modules.get("torch")
+    if torch is None or torch.cuda.is_initialized():
+        return False
+    pid = os.fork()
+    if pid == 0:
+        code = 1
+        with contextlib.suppress(BaseException):
+            torch.zeros(1, device="cuda")
+            torch.cuda.synchronize()
+            code = 0
+        os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
 
 
 def load_ops(site: str) -> dict[str, str]:
@@ -115,12 +131,13 @@ def serve(site: str) -> None:
     os.dup2(2, 1)  # what imports print must not mix with the answers
     started = time.monotonic()
     failed = preload(site)
+    forks = cuda_forks() if os.environ.get("SERIES_GPU") == "1" else True
     # Upstream's fixtures unfreeze and collect garbage after every test: 0.35 s each for walking what was
     # imported here. What lies frozen before the fork stays so; what the tests make is collected as ever.
     gc.collect()
     gc.freeze()
     gc.unfreeze = lambda: None
-    answer(out, id="ready", seconds=round(time.monotonic() - started, 1), failed=failed)
+    answer(out, id="ready", seconds=round(time.monotonic() - started, 1), failed=failed, forks=forks)
     running: dict[int, str] = {}
     buffer, open_stdin = b"", True
     while open_stdin or running:
