@@ -43,7 +43,7 @@ def test_wrong_calls(root: Path, args: list[str], message: str) -> None:
         ("build.sh", ["--system-nvcc", "--no-kernels"], "--system-nvcc and --no-kernels exclude each other"),
         ("build.sh", ["--python"], "--python needs a value"),
         ("test.sh", ["--only", "nonsense"], "unknown stage nonsense"),
-        ("test.sh", ["--gpu"], "fix: on a machine with the GPU"),
+        ("test.sh", ["--gpu"], "PYTHON=/path/to/python scripts/test.sh --gpu"),
     ],
 )
 def test_wrong_calls_of_the_scripts(root: Path, script: str, args: list[str], message: str) -> None:
