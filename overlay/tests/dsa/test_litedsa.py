@@ -4,10 +4,11 @@
 import itertools
 import math
 import random
+from typing import Any
 
 import pytest
 import torch
-from vllm.dsa.litedsa import plan, reference
+from vllm.dsa.litedsa import check, fallback, feature, kernel, plan, reference, selfcheck
 
 from .litedsa_cases import SELECTIONS, overlapping, select
 
@@ -184,3 +185,154 @@ def test_fp8_rows_unpack_to_what_was_packed() -> None:
     row, scale = cache[3], cache[3, 512 + 8 : 512 + 12].view(torch.float32)
     value = row[300:301].view(torch.float8_e4m3fn).float() * scale
     assert torch.equal(found[3, 300:301], value.to(torch.bfloat16))
+
+
+def test_buffers_of_a_launch_are_bounded() -> None:
+    for heads in plan.HEADS:
+        for k in (1, 512, 2048):
+            groups = plan.groups_at_once(heads, k)
+            assert groups % 132 == 0 and groups > 0
+            assert plan.sizes(groups, heads, k).bytes <= plan.BUFFER_BYTES
+
+
+@pytest.mark.parametrize(("heads", "fp8"), [(8, False), (16, True), (32, False)])
+def test_the_op_on_the_cpu_is_the_grouped_algorithm(heads: int, fp8: bool) -> None:
+    """Its table, -1 and positions out of range, and tokens that belong to no group."""
+    q_nope, q_rope, kv, topk, _, starts, rows = selfcheck.case(heads, 20, fp8, 1, "cpu")
+    assert rows.requests is not None and rows.table is not None
+    span, first = plan.span_of(2 * 20 + 200), starts[1]
+    topk[first, 0], topk[first, 1] = span, span + 1000
+    out = torch.full((*q_nope.shape[:2], 512), 7.0, dtype=torch.bfloat16)
+    lse = torch.full(q_nope.shape[:2], 7.0)
+    start = torch.tensor(starts[1:], dtype=torch.int32)
+    kernel.litedsa(q_nope, q_rope, kv, topk, start, span, 0.05, out, lse, rows)
+    assert bool((out[:first] == 7).all()) and bool((lse[:first] == 7).all())
+    cache = reference.unpack_fp8(kv) if fp8 else kv
+    selected = torch.full(topk.shape, -1)
+    for t in range(topk.shape[0]):
+        for i, position in enumerate(topk[t].tolist()):
+            if 0 <= position < span:
+                block = int(rows.table[int(rows.requests[t]), position // 64])
+                selected[t, i] = block * 64 + position % 64
+    bounds = [s - first for s in starts[1:]]
+    q = torch.cat([q_nope, q_rope], 2)
+    wanted = reference.attend_grouped(q[first:], cache, selected[first:], bounds, 0.05)
+    torch.testing.assert_close(out[first:].double(), wanted[0], rtol=5e-3, atol=1e-3)
+    torch.testing.assert_close(lse[first:].double(), wanted[1], rtol=1e-6, atol=1e-6)
+
+
+def test_a_cache_with_gaps_between_blocks() -> None:
+    topk = torch.tensor([[0, 63, 64, -1, 127, 128]], dtype=torch.int32)
+    table = torch.tensor([[3, 1]], dtype=torch.int32)
+    found = fallback.cache_rows(topk, None, table, 64, 100, 256, 1000)
+    assert found.tolist() == [[300, 363, 100, -1, 163, -1]]
+    assert fallback.cache_rows(topk, None, None, 1, 1, 128, 64).tolist() == [[0, 63, -1, -1, -1, -1]]
+
+
+def test_the_self_check_finds_wrong_unions() -> None:
+    _, _, _, topk, _, starts, rows = selfcheck.case(16, 30, False, 2, "cpu")
+    assert rows.requests is not None and rows.table is not None
+    unions = kernel.Unions.empty(len(starts) - 1, 16, 30, "cpu")
+    unions.masks.zero_()
+    for g, union in enumerate(reference.unions(topk, starts)):
+        n = union.keys.numel()
+        unions.counts[g] = n
+        unions.slots[g] = -1
+        blocks = rows.table[int(rows.requests[starts[g]])].long()
+        unions.slots[g, :n] = (blocks[union.keys // 64] * 64 + union.keys % 64).int()
+        for e, query in union.mask.nonzero().tolist():
+            bit = 1 << e % 64
+            unions.masks[g, e // 64, query] |= bit - (1 << 64) if bit >> 63 else bit
+    assert selfcheck.check_unions(unions, topk, starts, rows) == ""
+    unions.masks[1, 0, 2] ^= 2
+    assert selfcheck.check_unions(unions, topk, starts, rows) == "group 1: other masks"
+    unions.slots[0, 5] += 1
+    assert selfcheck.check_unions(unions, topk, starts, rows) == "group 0: other cache rows"
+    unions.counts[0] = -1
+    assert "has -1 entries" in selfcheck.check_unions(unions, topk, starts, rows)
+
+
+def arguments() -> dict[str, Any]:
+    bf16 = torch.bfloat16
+    return {
+        "q_nope": torch.zeros(9, 16, 512, dtype=bf16),
+        "q_rope": torch.zeros(9, 16, 64, dtype=bf16),
+        "kv": torch.zeros(50, 576, dtype=bf16),
+        "starts": torch.tensor([0, 4, 8, 9], dtype=torch.int32),
+        "unions": kernel.Unions.empty(3, 16, 32, "cpu"),
+        "scale": 0.1,
+        "out": torch.zeros(9, 16, 512, dtype=bf16),
+        "lse": torch.zeros(9, 16),
+        "ranges": None,
+        "sinks": None,
+    }
+
+
+def test_good_arguments_pass() -> None:
+    good = arguments()
+    check.attend(**good)
+    wide = torch.zeros(9, 16, 576, dtype=torch.bfloat16)
+    check.attend(**{**good, "q_nope": wide[..., :512], "q_rope": wide[..., 512:]})
+    check.attend(**{**good, "kv": torch.zeros(50, 656, dtype=torch.uint8), "lse": None})
+    short = {"q_rope": None, "kv": torch.zeros(50, 512, dtype=torch.bfloat16), "sinks": torch.zeros(16)}
+    check.attend(**{**good, **short})
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("q_nope", torch.zeros(9, 64, 512, dtype=torch.bfloat16), "64 query heads"),
+        ("q_nope", torch.zeros(9, 16, 512), "q_nope is torch.float32"),
+        ("q_rope", torch.zeros(9, 16, 32, dtype=torch.bfloat16), "q_rope"),
+        ("q_rope", torch.zeros(9, 16, 68, dtype=torch.bfloat16)[..., :64], "q_rope must start"),
+        ("kv", torch.zeros(50, 512, dtype=torch.bfloat16), "kv is"),
+        ("kv", torch.zeros(50, 584, dtype=torch.uint8), "656"),
+        ("kv", torch.zeros(50, 1152, dtype=torch.bfloat16)[:, ::2], "stride 2"),
+        ("out", torch.zeros(8, 16, 512, dtype=torch.bfloat16), "out is"),
+        ("lse", torch.zeros(9, 16, dtype=torch.float64), "lse is"),
+        ("scale", 0.0, "positive"),
+        ("unions", kernel.Unions.empty(2, 16, 32, "cpu"), "slots is"),
+        ("ranges", torch.zeros(9, 2, dtype=torch.int32), "ranges is"),
+        ("sinks", torch.zeros(8), "sinks is"),
+    ],
+)
+def test_wrong_arguments_are_named(name: str, value: Any, says: str) -> None:
+    with pytest.raises(ValueError, match="litedsa: ") as found:
+        check.attend(**{**arguments(), name: value})
+    assert says in str(found.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"topk": torch.zeros(9, 32, dtype=torch.int64)}, "topk is torch.int64"),
+        ({"topk": torch.zeros(9, 4096, dtype=torch.int32)}, "top-k of 4096"),
+        ({"span": 100}, "span of 100"),
+        ({"span": 1 << 21}, "span of"),
+        ({"rows": kernel.Rows(requests=torch.zeros(9, dtype=torch.int32))}, "and a table"),
+        ({"rows": kernel.Rows(table=torch.zeros(1, 4, dtype=torch.int32), block_size=64)}, "blocks of 64"),
+        ({"out": kernel.Unions.empty(3, 8, 32, "cpu")}, "slots is"),
+    ],
+)
+def test_wrong_arguments_of_a_union_are_named(change: dict[str, Any], says: str) -> None:
+    good: dict[str, Any] = {
+        "topk": torch.zeros(9, 32, dtype=torch.int32),
+        "starts": torch.tensor([0, 4, 8, 9], dtype=torch.int32),
+        "heads": 16,
+        "span": 256,
+        "rows": kernel.Rows(),
+        "out": kernel.Unions.empty(3, 16, 32, "cpu"),
+    }
+    check.unions(**good)
+    with pytest.raises(ValueError, match="litedsa: ") as found:
+        check.unions(**{**good, **change})
+    assert says in str(found.value)
+
+
+def test_other_cards_and_layers_have_a_reason() -> None:
+    assert "9.0" in kernel.why_not(16, 576, 512, 2048, (10, 0))
+    assert "128 query heads" in kernel.why_not(128, 576, 512, 2048, (9, 0))
+
+
+def test_this_release_claims_nothing() -> None:
+    assert str(feature.probe(None)) == "unavailable (operator only, not run on a GPU)"

@@ -22,6 +22,10 @@ MAX_K = 2048
 MAX_SPAN = 1 << 20
 #: Bytes of one row of the ``fp8_ds_mla`` cache: 512 e4m3, 4 float32 scales, 64 bfloat16.
 FP8_ROW_BYTES = 656
+#: Bytes of union buffers that one pair of launches may use.
+BUFFER_BYTES = 128 << 20
+#: Groups of one pair of launches are a multiple of this: one per multiprocessor of an H100 or H200.
+_WAVE = 132
 
 
 def unsupported(heads: int, qk_dim: int, v_dim: int, k: int) -> str:
@@ -99,3 +103,8 @@ def sizes(groups: int, heads: int, k: int) -> Sizes:
     """Return the shapes for ``groups`` groups."""
     entries = capacity(heads, k)
     return Sizes((groups, entries), (groups, entries // TILE_KEYS, group_size(heads)), (groups,))
+
+
+def groups_at_once(heads: int, k: int) -> int:
+    """Return how many groups share one pair of launches, so that their buffers stay within `BUFFER_BYTES`."""
+    return max(1, BUFFER_BYTES // sizes(1, heads, k).bytes // _WAVE) * _WAVE

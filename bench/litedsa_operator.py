@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Times LiteDSA against upstream's two sparse MLA kernels on Hopper, paired in one process on one GPU.
+
+    litedsa_operator.py --line 0.33.0 [--set table|quick] [--dist iid|drift] [--kv bf16|fp8] [--out FILE]
+
+Needs an installed vLLM of that line with the series' kernels. One call is what a layer runs at prefill. For
+upstream: the conversion of positions to cache rows and the attention kernel (FLASH_ATTN_MLA_SPARSE:
+FlashAttention 3 with one-row pages; FLASHMLA_SPARSE: flash_mla_sparse_fwd, or for an fp8_ds_mla cache the FP8
+decode kernel, as vLLM does for fewer than 32 heads). For LiteDSA: unions and attention.
+
+Selections are synthetic: a group of 64 / heads neighbours shares a pool of u * K keys, so that u is the size
+of its union over K. `iid` draws each group's pool anew from all keys, `drift` moves it by 64 keys per group.
+
+Each figure is the median of `--runs` calls; all variants take turns. Before they are timed, each result is
+compared with LiteDSA's (outputs differ by at most 1e-2). Besides times there are rows for the
+rates of gathered bytes and of FLOPs; their `baseline` is the card's own measured rate (copy, BF16 product).
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.dsa.litedsa import kernel, plan, reference, selfcheck
+
+ROOT = Path(__file__).resolve().parents[1]
+K = 2048
+KEYS = 1 << 17
+BLOCK = 64
+SCALE = 192**-0.5
+
+Calls = dict[str, Callable[[], torch.Tensor]]
+
+
+def selection(tokens: int, group: int, ratio: float, dist: str, seed: int) -> torch.Tensor:
+    """Return int32 ``[tokens, K]`` on the GPU whose groups of ``group`` have unions of ``ratio * K`` keys."""
+    g = torch.Generator("cuda").manual_seed(seed)
+    groups, size = -(-tokens // group), round(ratio * K)
+    if dist == "drift":
+        order = torch.randperm(KEYS, device="cuda", generator=g)
+        at = torch.arange(groups, device="cuda")[:, None] * 64 + torch.arange(size, device="cuda")
+        pool = order[at % KEYS]
+    else:  # a + b i with an odd b: distinct modulo a power of two
+        a = torch.randint(0, KEYS, (groups, 1), device="cuda", generator=g)
+        b = torch.randint(0, KEYS // 2, (groups, 1), device="cuda", generator=g) * 2 + 1
+        pool = (a + b * torch.arange(size, device="cuda")) % KEYS
+    step = (size - K) / max(1, group - 1)
+    first = torch.tensor([round(i * step) for i in range(group)], device="cuda")
+    window = (first[:, None] + torch.arange(K, device="cuda")).flatten()
+    return pool[:, window].reshape(groups * group, K)[:tokens].to(torch.int32).contiguous()
+
+
+class Case:
+    """Tensors of one shape and the variants that can run on it."""
+
+    def __init__(self, heads: int, tokens: int, ratio: float, dist: str, fp8: bool) -> None:
+        g = torch.Generator("cuda").manual_seed(heads)
+        self.heads, self.tokens, self.fp8 = heads, tokens, fp8
+        self.q = torch.randn(tokens, heads, 576, device="cuda", generator=g, dtype=torch.bfloat16)
+        kv = torch.randn(KEYS, 576, device="cuda", generator=g, dtype=torch.bfloat16)
+        self.kv = reference.pack_fp8(kv) if fp8 else kv
+        blocks = torch.randperm(KEYS // BLOCK, device="cuda", generator=g).to(torch.int32)
+        self.table, self.requests = blocks[None], torch.zeros(tokens, dtype=torch.int32, device="cuda")
+        self.topk = selection(tokens, plan.group_size(heads), ratio, dist, 1)
+        starts = plan.group_starts([0, tokens], heads)
+        self.groups = len(starts) - 1
+        self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
+        self.out = torch.empty(tokens, heads, 512, dtype=torch.bfloat16, device="cuda")
+        self.rows = kernel.Rows(self.requests, self.table, BLOCK, BLOCK)
+
+    def ours(self) -> torch.Tensor:
+        nope, rope = self.q[..., :512], self.q[..., 512:]
+        kernel.litedsa(nope, rope, self.kv, self.topk, self.starts, KEYS, SCALE, self.out, None, self.rows)
+        return self.out
+
+    def unions(self) -> torch.Tensor:
+        """The first kernel alone, in buffers of its own for all groups that go at once."""
+        n = min(self.groups, plan.groups_at_once(self.heads, K))
+        buffers = kernel.Unions.empty(n, self.heads, K, "cuda")
+        for first in range(0, self.groups, n):
+            some = self.starts[first : first + n + 1]
+            m = some.shape[0] - 1
+            part = kernel.Unions(buffers.slots[:m], buffers.masks[:m], buffers.counts[:m])
+            kernel.build_unions(self.topk, some, self.heads, KEYS, KEYS, self.rows, part)
+        return buffers.counts
+
+    def converted(self, counts: bool) -> Any:
+        from vllm.v1.attention.backends.mla.sparse_utils import triton_convert_req_index_to_global_index
+
+        return triton_convert_req_index_to_global_index(
+            self.requests,
+            self.table,
+            self.topk,
+            BLOCK_SIZE=BLOCK,
+            NUM_TOPK_TOKENS=K,
+            return_valid_counts=counts,
+        )
+
+    def flash_attn(self) -> torch.Tensor:
+        from vllm.vllm_flash_attn.flash_attn_interface import flash_attn_varlen_func
+
+        rows, counts = self.converted(True)
+        out: torch.Tensor = flash_attn_varlen_func(
+            q=self.q[..., 512:],
+            k=self.kv[:, None, None, 512:],
+            v=self.kv[:, None, None, :512],
+            q_v=self.q[..., :512],
+            max_seqlen_q=1,
+            cu_seqlens_q=torch.arange(self.tokens + 1, dtype=torch.int32, device="cuda"),
+            max_seqlen_k=K,
+            seqused_k=counts,
+            block_table=rows,
+            softmax_scale=SCALE,
+            causal=True,
+            fa_version=3,
+        )
+        return out
+
+    def padded(self) -> torch.Tensor:
+        """As upstream does before each call, padding included."""
+        q = self.q.new_empty(self.tokens, 64, 576)
+        q[:, : self.heads] = self.q
+        return q
+
+    def flash_mla(self) -> torch.Tensor:
+        from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+
+        rows, counts = self.converted(True)
+        found = flash_mla_sparse_fwd(
+            self.padded(), self.kv[:, None], rows[:, None], SCALE, topk_length=counts
+        )
+        out: torch.Tensor = found[0][:, : self.heads]
+        return out
+
+    def flash_mla_fp8(self) -> torch.Tensor:
+        from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache, get_mla_metadata
+
+        rows = self.converted(False)
+        out, _ = flash_mla_with_kvcache(
+            q=self.padded()[None],
+            k_cache=self.kv.view(-1, BLOCK, 1, plan.FP8_ROW_BYTES),
+            block_table=torch.zeros(1, 1, dtype=torch.int32, device="cuda"),
+            head_dim_v=512,
+            cache_seqlens=torch.full((1,), KEYS, dtype=torch.int32, device="cuda"),
+            tile_scheduler_metadata=get_mla_metadata()[0],
+            is_fp8_kvcache=True,
+            indices=rows[None],
+            softmax_scale=SCALE,
+        )
+        found: torch.Tensor = out[0, :, : self.heads]
+        return found
+
+    def bases(self) -> Calls:
+        if self.fp8:
+            return {"FLASHMLA_SPARSE": self.flash_mla_fp8}
+        return {"FLASH_ATTN_MLA_SPARSE": self.flash_attn, "FLASHMLA_SPARSE": self.flash_mla}
+
+
+def timed(call: Callable[[], Any]) -> float:
+    """Milliseconds of one call."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    call()
+    stop.record()
+    stop.synchronize()
+    return float(start.elapsed_time(stop))
+
+
+def medians(calls: dict[str, Callable[[], Any]], runs: int) -> dict[str, float]:
+    """Time the calls in turn after one warm-up of each."""
+    for call in calls.values():
+        call()
+    torch.cuda.synchronize()
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(runs):
+        for name, call in calls.items():
+            times[name].append(timed(call))
+    return {name: sorted(found)[runs // 2] for name, found in times.items()}
+
+
+def ceilings() -> tuple[float, float]:
+    """This card's copy rate in TB/s (read plus written) and BF16 matrix rate in TFLOP/s."""
+    a = torch.randn(1 << 29, dtype=torch.bfloat16, device="cuda")
+    b = torch.empty_like(a)
+    m = torch.randn(8192, 8192, dtype=torch.bfloat16, device="cuda")
+    found = medians({"copy": lambda: b.copy_(a), "mm": lambda: m @ m}, 9)
+    return 2 * a.numel() * 2 / found["copy"] / 1e9, 2 * 8192**3 / found["mm"] / 1e9
+
+
+def measure(heads: int, tokens: int, ratio: float, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Check and time one shape; return its rows."""
+    case = Case(heads, tokens, ratio, args.dist, args.kv == "fp8")
+    mine = case.ours().clone()
+    bases: Calls = {}
+    for name, call in case.bases().items():
+        try:
+            theirs = call()
+        except Exception as error:  # this install lacks it; the rows then say so by being absent
+            print(f"{name} cannot run: {type(error).__name__}: {error}", flush=True)
+            continue
+        differ = float((mine.float() - theirs.float()).norm() / theirs.float().norm())
+        assert differ <= 1e-2, f"heads={heads} T={tokens} u={ratio} {name}: outputs differ by {differ:.1e}"
+        bases[name] = call
+    found = medians({"ours": case.ours, "unions": case.unions, **bases}, args.runs)
+    shape = f"heads={heads} T={tokens} u={ratio}"
+    extra = "" if args.dist == "iid" else f" dist={args.dist}"
+    extra += "" if args.kv == "bf16" else f" kv={args.kv}"
+    common = {"runs": args.runs, **args.about}
+    rows = [
+        {
+            "case": f"{shape} base={name}{extra}",
+            "metric": "time",
+            "unit": "ms",
+            "baseline": found[name],
+            "ours": found["ours"],
+            "ratio": found[name] / found["ours"],
+            **common,
+        }
+        for name in bases
+    ]
+    entries = case.groups * -(-round(ratio * K) // 64) * 64
+    row_bytes = plan.FP8_ROW_BYTES if case.fp8 else 1152
+    moved = entries * row_bytes + tokens * heads * (576 + 512) * 2 + tokens * K * 4
+    work = entries * 64 * (576 + 512) * 2
+    for metric, unit, ceiling, amount in (
+        ("byte_rate", "TB/s", args.ceilings[0], moved),
+        ("flop_rate", "TFLOP/s", args.ceilings[1], work),
+    ):
+        rate = amount / found["ours"] / 1e9
+        rows.append(
+            {
+                "case": f"{shape} base=card{extra}",
+                "metric": metric,
+                "unit": unit,
+                "baseline": ceiling,
+                "ours": rate,
+                "ratio": rate / ceiling,
+                **common,
+            }
+        )
+    rows.append(
+        {
+            "case": f"{shape} base=unions{extra}",
+            "metric": "share_of_time",
+            "unit": "ms",
+            "baseline": found["unions"],
+            "ours": found["ours"],
+            "ratio": found["unions"] / found["ours"],
+            **common,
+        }
+    )
+    times = " ".join(f"{name} {ms:.3f}" for name, ms in found.items())
+    print(f"{shape}{extra}: {times} ms, {work / found['ours'] / 1e9:.0f} TFLOP/s", flush=True)
+    return rows
+
+
+def about() -> dict[str, Any]:
+    """With what a row was measured."""
+    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return {
+        "commit": commit.stdout.strip() or "unknown",
+        "driver": driver,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def store(path: Path, line: str, rows: list[dict[str, Any]]) -> None:
+    """Append the rows; those of several runs live together, the newest of a case counts."""
+    head = {"schema": 1, "kind": "ratio", "feature": "litedsa", "line": line, "card": "h200", "rows": []}
+    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else head
+    data["rows"] += rows
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+
+
+def shapes(name: str) -> list[tuple[int, int, float]]:
+    """Return (heads, tokens, union ratio); ratios go from 1 to the group size."""
+    found = []
+    for heads in plan.HEADS:
+        group = plan.group_size(heads)
+        ratios = [r for r in (1.0, 1.25, 1.5, 2.0, 3.0, 4.0, 6.0, 8.0) if r <= group]
+        sizes = (16384,) if name == "quick" else (4096, 8192, 16384)
+        if name == "quick":
+            ratios = [1.5, 2.0] if group > 2 else [1.5]
+        found += [(heads, tokens, ratio) for tokens in sizes for ratio in ratios]
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--line", required=True)
+    parser.add_argument("--set", default="table", choices=("table", "quick"))
+    parser.add_argument("--dist", default="iid", choices=("iid", "drift"))
+    parser.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
+    parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--limit", type=float, default=400.0, help="start no shape after so many seconds")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args()
+    begun = time.monotonic()
+    wrong = [selfcheck.check("cuda", heads, 300, args.kv == "fp8") for heads in plan.HEADS]
+    if any(wrong):
+        raise SystemExit("the self-check failed, nothing is timed: " + "; ".join(filter(None, wrong)))
+    args.about, args.ceilings = about(), ceilings()
+    print(f"this card: copy {args.ceilings[0]:.2f} TB/s, BF16 {args.ceilings[1]:.0f} TFLOP/s", flush=True)
+    out = args.out or ROOT / f"bench/results/litedsa/{args.line}-h200.json"
+    for shape in shapes(args.set):
+        if time.monotonic() - begun > args.limit:
+            print("time is up: the remaining shapes were not measured")
+            break
+        store(out, args.line, measure(*shape, args))
+        torch.cuda.empty_cache()
+
+
+if __name__ == "__main__":
+    main()

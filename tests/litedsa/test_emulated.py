@@ -1,0 +1,76 @@
+"""The two kernels of LiteDSA, run on the CPU from their own source (emulator.h) and compared with float64."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[1] / "overlay" / "csrc" / "dsa"
+HEADS = (8, 16, 32)
+SELECTIONS = ("random", "identical", "disjoint", "shared", "single", "short", "last", "holes", "twice")
+
+
+def build(sources: Path, target: Path) -> None:
+    compiler = shutil.which("g++")
+    assert compiler, "the tests of the kernels need g++"
+    command = [
+        *(compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+        *(f"-I{HERE}", f"-I{sources}", '-DDSA_HOST_EMULATION="emulator.h"'),
+        *(str(HERE / "emulate.cc"), "-o", str(target)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("emulated") / "emulate"
+    build(SOURCES, target)
+    return target
+
+
+def emulate(program: Path, kind: str, heads: int, selection: str, k: int, lazy: bool, seed: int) -> str:
+    arguments = [kind, str(heads), selection, str(k), str(int(lazy)), str(seed)]
+    done = subprocess.run([str(program), *arguments], capture_output=True, text=True)
+    return done.stdout.strip() + (f" [exit code {done.returncode}]" if done.returncode else "")
+
+
+@pytest.mark.parametrize("selection", SELECTIONS)
+def test_selections(program: Path, selection: str) -> None:
+    place = SELECTIONS.index(selection)
+    heads, lazy = HEADS[place % 3], place % 2 == 0
+    assert emulate(program, "bf16", heads, selection, 70, lazy, heads).startswith("ok:")
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "ranges"])
+@pytest.mark.parametrize("heads", HEADS)
+def test_formats(program: Path, heads: int, kind: str, lazy: bool) -> None:
+    assert emulate(program, kind, heads, "random", 65, lazy, heads + lazy).startswith("ok:")
+
+
+@pytest.mark.parametrize("k", [1, 2, 63, 64, 128])
+def test_lengths_around_a_tile(program: Path, k: int) -> None:
+    assert emulate(program, "bf16", 32, "identical", k, True, k).startswith("ok:")
+
+
+@pytest.mark.parametrize(
+    ("file", "before", "after", "says"),
+    [
+        ("litedsa_attend.cuh", "(tile / 2 & 1) ^ 1", "0", "deadlock"),
+        ("litedsa_layout.cuh", "(piece ^ (row % 8))", "piece", "output differs"),
+    ],
+)
+def test_a_defect_is_found(tmp_path: Path, file: str, before: str, after: str, says: str) -> None:
+    for path in SOURCES.glob("litedsa*.cuh"):
+        text = path.read_text(encoding="utf-8")
+        if path.name == file:
+            assert before in text
+            text = text.replace(before, after, 1)
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    build(tmp_path, tmp_path / "emulate")
+    assert says in emulate(tmp_path / "emulate", "bf16", 16, "random", 150, True, 1)
