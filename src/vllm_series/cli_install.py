@@ -127,7 +127,7 @@ def _lay(ws: Workspace, env: Environment, line: str, *, with_kernels: bool) -> d
     recipe = gather.gather(ws, line, gather.this_platform(), with_kernels=with_kernels)
     layer = layer_of(recipe)
     new = inplace.install(env.vllm, layer)
-    done = "laid over" if new else "lies already over"
+    done = "are laid over" if new else "lie already over"
     text = f"{layer.version}: {len(layer.files)} files {done} vLLM {env.vllm.version} in {env.vllm.site}"
     undo = f"series install --undo --python {env.python}"
     return {

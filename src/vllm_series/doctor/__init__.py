@@ -1,0 +1,1 @@
+"""`series doctor`: what an environment and its machine give to the features."""
