@@ -343,7 +343,7 @@ def diff_command(
     if results is not None and (not saved or len(names) != 1):
         raise UsageError("--results compares saved runs of one line", fix="add --saved and name the line")
     console, found = Console(stderr=as_json), list[tuple[Diff, tuple[Run, Run]]]()
-    shares = Shares(minutes, len(names))
+    shares, commit = Shares(minutes, len(names)), commit_of(ws)
     for line in names:
         with Session(ws, line, options) as session:
             tree = session.site(patched=False)
@@ -372,7 +372,7 @@ def diff_command(
                 quarantine_rows(diff, entries)
                 render.show(diff, console, broken=verbose)
                 render.write_all(diff, (upstream, patched), ws.root / "build" / "baseline" / "reports")
-                rows[mode] = store.diff_row(diff, patched, which, commit_of(ws))
+                rows[mode] = store.diff_row(diff, patched, which, commit)
                 found.append((diff, (upstream, patched)))
                 if keep:  # after each mode: a long run that is cut off has stored what it knows
                     store.write(ws, upstream, rows, card_name(upstream.fingerprint.get("gpu")))
