@@ -27,7 +27,7 @@ from vllm_series.baseline.session import Options, Session, commit_of, confirmed,
 from vllm_series.errors import CheckFailed, TestRegression, UsageError
 from vllm_series.git import Git
 from vllm_series.runtime import pristine_site
-from vllm_series.ui import emit, json_option, workspace
+from vllm_series.ui import emit, json_option, say, workspace
 from vllm_series.workspace import Workspace
 
 SHORT_BUDGET_S = 100.0  # with two lines and three modes each: within the 13 minutes that test.sh gives it
@@ -346,16 +346,20 @@ def diff_command(
     shares, commit = Shares(minutes, len(names)), commit_of(ws)
     for line in names:
         with Session(ws, line, options) as session:
-            tree = session.site(patched=False)
             wanted = session.modes(split_modes(modes))
             shares.modes(1 + len(wanted))
-            files_of = [] if saved else chosen(make_plan(ws, line, tree), which, files, budget, tree.path)
+            files_of: list[str] = []
+            if not saved:
+                tree = session.site(patched=False)
+                files_of = chosen(make_plan(ws, line, tree), which, files, budget, tree.path)
             place = results if results is not None else session.root
 
             def run(mode: str, names: Sequence[str], session: Session = session) -> Run:
                 return session.run(mode, names, resume=resume, seconds=shares.next())
 
             upstream = Run.load(place / "upstream.json") if saved else run("upstream", files_of)
+            if render.missing_line(upstream):
+                say(f"{line}: {render.missing_line(upstream)}")
             rows: dict[str, dict[str, Any]] = {}
             for mode in wanted:
                 # What upstream's run did not reach cannot be compared.

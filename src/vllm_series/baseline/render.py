@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -62,15 +63,28 @@ def coverage(diff: Diff, ran: int) -> list[str]:
     return lines
 
 
+#: How tests say that a package is not there.
+_WANTED = re.compile(
+    r"No module named '(?P<a>[\w.]+)'|could not import '(?P<b>[\w.]+)'"
+    r"|\b(?P<c>[A-Za-z][\w-]+) is not installed"
+)
+
+
 def missing_packages(run: Run) -> dict[str, int]:
     """``{package: number of tests and files that wanted it}``: named once here, not once per test."""
     found: dict[str, int] = {}
     for node in run.nodes().values():
-        marker = "No module named '"
-        if marker in node.reason:
-            name = node.reason.partition(marker)[2].partition("'")[0].split(".")[0]
+        said = _WANTED.search(node.reason)
+        if said:
+            name = (said["a"] or said["b"] or said["c"].lower()).split(".")[0]
             found[name] = found.get(name, 0) + 1
     return dict(sorted(found.items(), key=lambda row: (-row[1], row[0])))
+
+
+def missing_line(run: Run) -> str:
+    """One sentence that names them; empty if none is missing."""
+    wanted = ", ".join(f"{name} ({number})" for name, number in missing_packages(run).items())
+    return f"Packages that upstream's tests wanted and that are not installed: {wanted}." if wanted else ""
 
 
 def show(diff: Diff, console: Console, *, broken: bool = False) -> None:
@@ -128,10 +142,8 @@ def markdown(diff: Diff, runs: tuple[Run, Run]) -> str:
             lines.append(f"| ... and {len(rows) - ROWS} more | | | |")
     for text in coverage(diff, len(after.files)):
         lines += ["", text]
-    wanted = missing_packages(before)
-    if wanted:
-        lines += ["", "Packages that upstream's tests wanted and that are not installed: "
-                  + ", ".join(f"{name} ({number})" for name, number in wanted.items()) + "."]  # fmt: skip
+    if missing_line(before):
+        lines += ["", missing_line(before)]
     return "\n".join(lines) + "\n"
 
 
