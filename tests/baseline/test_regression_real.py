@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from vllm_series import apply, lock, pins, stack
-from vllm_series.importer import odb, scratch
+from vllm_series.importer import odb
+from vllm_series.scratch import work_tree
 from vllm_series.workspace import Workspace
 
 ROOT = Path(__file__).parents[2]
@@ -25,7 +26,7 @@ def plant(ws: Workspace, name: str, old: str, new: str) -> None:
     """Append a patch that replaces ``old`` by ``new`` in TARGET to the line's series, and lock it."""
     pin = pins.load_pin(ws, LINE)
     made = stack.current(ws, pin)
-    with scratch(odb(ws), ws, made.top, "plant", [TARGET]) as git:
+    with work_tree(odb(ws), ws, made.top, "plant", [TARGET]) as git:
         path = git.cwd / TARGET
         text = path.read_text()
         assert old in text, "upstream moved: pick another place to break"

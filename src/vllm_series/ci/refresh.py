@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from vllm_series import apply as applying
-from vllm_series import export, importer, lock, series, stack
+from vllm_series import export, importer, lock, scratch, series, stack
 from vllm_series.errors import CheckFailed
 from vllm_series.git import Git
 from vllm_series.pins import Pin
@@ -49,7 +49,7 @@ def refresh(ws: Workspace, pin: Pin) -> bytes:
 def _merged(ws: Workspace, pin: Pin, store: Git, patches: Sequence[Patch], name: str) -> Stack:
     base = importer.import_pin(ws, pin)
     commits: list[tuple[str, str]] = []
-    with importer.scratch(store, ws, base, name) as tree, tempfile.TemporaryDirectory() as folder:
+    with scratch.work_tree(store, ws, base, name) as tree, tempfile.TemporaryDirectory() as folder:
         for patch in patches:
             mail = Path(folder) / "mail"
             mail.write_bytes(patch.data)
