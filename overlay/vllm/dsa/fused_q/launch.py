@@ -196,7 +196,7 @@ def launch(
         float(index_weights_head_scale),
         index_weights_out,
         index_weights_out.stride(0),
-        NUM_Q_HEADS=num_q_heads,
+        NUM_Q_HEADS=max(num_q_heads, 1),  # no heads: no blocks of them either, but rows are divided by it
         Q_PE_HALF_ROT_DIM=q_pe_cos_sin_cache.shape[-1] // 2,
         NUM_INDEX_Q_HEADS=num_index_q_heads,
         INDEX_Q_HALF_ROT_DIM=index_q_cos_sin_cache.shape[-1] // 2,

@@ -69,3 +69,59 @@ def forward_reason(context: Any, tokens: int) -> str | None:
     if tokens > int(switches.get(THRESHOLD)):
         return TOO_MANY_TOKENS
     return None
+
+
+#: Linear kernels of vLLM 0.33.0 that hold no scratch memory that two streams would share: they have none, or
+#: take it from the allocator at each call (FlashInfer's block-scaled one), or per stream (cuBLAS). Not among
+#: them, for example: Marlin, whose locks lie in one buffer of the workspace manager, and FlashInfer's FP4 and
+#: per-tensor FP8 products, whose workspace is cached per device.
+PRIVATE_SCRATCH = frozenset(
+    {
+        "CutlassFP8ScaledMMLinearKernel",
+        "CutlassFp8BlockScaledMMKernel",
+        "DeepGemmFp8BlockScaledMMKernel",
+        "FlashInferFp8DeepGEMMDynamicBlockScaledKernel",
+        "TritonFP8ScaledMMLinearKernel",
+        "TritonFp8BlockScaledMMKernel",
+        "PerTensorTorchFP8ScaledMMLinearKernel",
+        "RowWiseTorchFP8ScaledMMLinearKernel",
+        "ChannelWiseTorchFP8ScaledMMLinearKernel",
+        "BlockWiseTorchFP8ScaledMMLinearKernel",
+    }
+)
+
+
+def full_reason(layer: Any) -> str | None:
+    """Why this layer's indexer must not run beside its path to attention (``wk`` may be possible even so).
+
+    Args:
+        layer: a ``DeepseekV32Attention`` with an indexer, its weights loaded.
+    """
+    from vllm.platforms import current_platform
+
+    if current_platform.has_device_capability(100):
+        return "on this card upstream packs both queries in one CuTeDSL kernel"
+    for name, linear in (("q_b_proj", layer.q_b_proj), ("wq_b", layer.indexer.wq_b)):
+        kernel = shared_scratch(linear)
+        if kernel is not None:
+            return f"{name} runs {kernel}, which may share scratch memory between streams"
+    return None
+
+
+def shared_scratch(linear: Any) -> str | None:
+    """The name of a linear layer's kernel unless it is known to share no scratch memory between streams."""
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    method = getattr(linear, "quant_method", None)
+    if method is None:
+        return type(linear).__name__
+    if isinstance(method, UnquantizedLinearMethod):
+        return None
+    held = [*vars(method).values(), *vars(getattr(linear, "scheme", None) or method).values()]
+    kernels = {
+        type(value).__name__
+        for value in held
+        if type(value).__module__.startswith("vllm.model_executor.kernels.linear")
+    }
+    shared = sorted(kernels - PRIVATE_SCRATCH) if kernels else [type(method).__name__]
+    return shared[0] if shared else None

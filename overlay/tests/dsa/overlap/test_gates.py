@@ -1,0 +1,288 @@
+# SPDX-License-Identifier: Apache-2.0
+"""When the overlap of line 0.33.0 must not fork: every gate, on upstream's patched attention module."""
+
+import importlib.util
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import vllm.dsa
+from vllm.dsa import counters, features
+from vllm.dsa.overlap import auto, gates, measured
+from vllm.dsa.overlap.mode import Mode, Request, requested
+
+ATTENTION = Path(importlib.util.find_spec("vllm.models.deepseek_v32.attention").origin)
+if "vllm.dsa.overlap.schedule" not in ATTENTION.read_text():
+    pytest.skip("this line does not call vllm.dsa.overlap.schedule", allow_module_level=True)
+
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture  # noqa: E402
+from vllm.config import CUDAGraphMode  # noqa: E402
+from vllm.dsa import provenance  # noqa: E402
+from vllm.dsa.overlap import schedule  # noqa: E402
+from vllm.models.deepseek_v32 import attention  # noqa: E402
+
+from ..conftest import configure_logging  # noqa: E402
+from .attention_double import SERIAL, SHARED, Model  # noqa: E402
+
+STEPS = [*SERIAL, *SHARED, *SERIAL]
+
+
+def serial(model: Model, **overrides) -> None:
+    """Run once and assert that every step and event is where upstream has it."""
+    model.run(passes=1, **overrides)
+    assert model.machine.steps() == STEPS
+    assert model.machine.aux.clock == {} and not model.machine.violations
+
+
+def counted(outcome: str) -> dict[str, int]:
+    return {row["reason"]: row["count"] for row in counters.snapshot("overlap") if row["outcome"] == outcome}
+
+
+@pytest.fixture(params=["wk", "full"])
+def model(request, monkeypatch):
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", request.param)
+    return Model(monkeypatch)
+
+
+def test_piecewise(model):
+    """Also the replay of a breakable graph: its eager parts run with this mode."""
+    serial(model, cudagraph_runtime_mode=CUDAGraphMode.PIECEWISE)
+    assert counted("serial") == {gates.PIECEWISE: 2}
+
+
+@pytest.mark.parametrize("capturing", [True, False])
+def test_breakable_capture(model, monkeypatch, capturing):
+    """Whatever the mode says, and also in an eager part, where no stream is capturing."""
+
+    class Capture:
+        _capturing = capturing
+
+        def add_eager(self, function):
+            return function()
+
+    monkeypatch.setattr(BreakableCUDAGraphCapture._tls, "active", Capture(), raising=False)
+    # vLLM's weak references need its compiled part.
+    monkeypatch.setattr("vllm.compilation.breakable_cudagraph._weak_ref_capture_arg", lambda value: value)
+    serial(model)
+    assert counted("serial") == {gates.BREAKABLE: 2}
+
+
+def test_profile_run(model):
+    model.run(passes=1, attn_metadata=None, slot_mapping={})
+    assert model.machine.steps() == [step for step in STEPS if step != "attention"]
+    assert model.machine.aux.clock == {} and counted("serial") == {gates.PROFILE_RUN: 2}
+
+
+def test_microbatches(model):
+    context = model.context(5)
+    serial(model, attn_metadata=[context.attn_metadata])
+    model.machine.log.clear()
+    serial(model, ubatch_slices=[slice(0, 2), slice(2, 5)])
+    assert counted("serial") == {gates.MICROBATCHES: 4}
+
+
+@pytest.mark.parametrize(("tokens", "forks"), [(1, True), (6, True), (7, False)])
+def test_token_threshold(monkeypatch, tokens, forks):
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    monkeypatch.setenv("VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD", "6")
+    model = Model(monkeypatch)
+    model.run(tokens=tokens, passes=1)
+    assert (model.machine.aux.clock["aux"] > 0) is forks
+    assert (gates.TOO_MANY_TOKENS in counted("serial")) is not forks
+
+
+def test_no_tokens():
+    context = SimpleNamespace(attn_metadata={}, ubatch_slices=None, cudagraph_runtime_mode=CUDAGraphMode.NONE)
+    assert gates.forward_reason(context, 0) == gates.NO_TOKENS
+    assert gates.forward_reason(context, 1) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"parallel": {"prefill_context_parallel_size": 2}}, "prefill context parallelism"),
+        ({"parallel": {"use_ubatching": True}}, "dual batch overlap"),
+        ({"parallel": {"enable_dbo": True}}, "dual batch overlap"),
+        ({"lora": object()}, "LoRA"),
+        ({"cuda": False}, "needs an NVIDIA GPU"),
+    ],
+)
+def test_engine_wide_gates_say_so_once(monkeypatch, caplog, options, reason):
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    configure_logging()
+    logging.getLogger("vllm").addHandler(caplog.handler)
+    try:
+        model = Model(monkeypatch, **options)
+    finally:
+        logging.getLogger("vllm").removeHandler(caplog.handler)
+    assert [layer._indexer_overlap for layer in model.layers] == [None] * 3
+    lines = [record.getMessage() for record in caplog.records if "overlap" in record.getMessage()]
+    assert lines == [f"vllm.dsa overlap: declined ({reason}), upstream's path is used"]
+    serial(model)
+    assert features.status(features.KNOWN[0]).reason == reason
+
+
+@pytest.mark.parametrize(
+    ("variables", "reason"),
+    [
+        ({"VLLM_INDEXER_OVERLAP": "off"}, "VLLM_INDEXER_OVERLAP=off"),
+        ({"VLLM_DISABLE_INDEXER_STREAM": "1"}, "VLLM_DISABLE_INDEXER_STREAM=1"),
+        (
+            {"VLLM_DISABLE_INDEXER_STREAM": "1", "VLLM_INDEXER_OVERLAP": "full"},
+            "VLLM_DISABLE_INDEXER_STREAM=1",
+        ),
+        ({"VLLM_DSA": "0", "VLLM_INDEXER_OVERLAP": "full"}, "VLLM_DSA=0"),
+    ],
+)
+def test_switched_off(monkeypatch, variables, reason):
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert requested() == Request(Mode.OFF, reason)
+    model = Model(monkeypatch)
+    assert [layer._indexer_overlap for layer in model.layers] == [None] * 3
+    serial(model)
+    row = vllm.dsa.info()["features"]["overlap"]
+    assert (row["state"], row["reason"], row["counters"]) == ("off", reason, [])
+
+
+def test_the_constructor_asks_only_with_vllm_dsa(monkeypatch):
+    """Runs upstream's real constructor; its own layers and base class are replaced."""
+    made = []
+    monkeypatch.setattr(schedule, "make_overlap", lambda layer, config: made.append(layer) or "overlap")
+
+    def base(self, **kwargs):
+        torch.nn.Module.__init__(self)
+        self.kv_cache_dtype, self.use_pcp, self.layer_name = "auto", False, kwargs["prefix"]
+
+    for name in ("ColumnParallelLinear", "RowParallelLinear", "DeepSeekV2FusedQkvAProjLinear", "RMSNorm"):
+        monkeypatch.setattr(attention, name, lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention, "get_rope", lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention, "get_tensor_model_parallel_world_size", lambda: 1)
+    monkeypatch.setattr(attention.MLAAttention, "__init__", base)
+
+    class Layer(attention.DeepseekV32Attention):
+        indexer_cls = staticmethod(lambda *args, **kwargs: None)
+        impl = SimpleNamespace(supports_quant_query_input=False)
+        supports_dense_mha_prefill = False
+
+    sizes = {
+        "hidden_size": 8,
+        "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 4,
+        "v_head_dim": 4,
+        "q_lora_rank": 4,
+    }
+    sizes |= {"kv_lora_rank": 4, "num_attention_heads": 2, "rms_norm_eps": 1e-6, "num_hidden_layers": 1}
+    config = SimpleNamespace(rope_parameters={"rope_type": "default"}, **sizes)
+    engine = SimpleNamespace(quant_config=None, cache_config=None)
+    monkeypatch.setenv("VLLM_DSA", "0")
+    assert Layer(engine, config, "layers.0.attn")._indexer_overlap is None and made == []
+    monkeypatch.setenv("VLLM_DSA", "1")
+    layer = Layer(engine, config, "layers.0.attn")
+    assert layer._indexer_overlap == "overlap" and made == [layer]
+    assert not layer.state_dict()
+
+
+# --- auto
+
+
+def test_auto_without_a_measurement_acts_as_off(monkeypatch):
+    monkeypatch.setattr(measured, "MEASURED", ())
+    model = Model(monkeypatch)
+    assert requested().mode is Mode.AUTO
+    assert [layer._indexer_overlap for layer in model.layers] == [None] * 3
+    serial(model)
+    row = vllm.dsa.info()["features"]["overlap"]
+    assert row["state"] == "off" and row["reason"] == auto.no_measurement("test")
+    assert "no stored measurement" in row["reason"]
+
+
+POINTS = ((1, "full"), (4, "full"), (8, "wk"), (16, "off"), (32, "full"))
+
+
+def entry(graph: str = "FULL", heads: int = 2) -> auto.Entry:
+    return auto.Entry(provenance.read().line, "test", heads, 3, graph, POINTS)
+
+
+CHOICES = [(1, "full"), (3, "full"), (4, "full"), (6, "wk"), (8, "wk"), (9, "off"), (16, "off"), (20, "off")]
+CHOICES += [(32, "full"), (33, "off"), (0, "off")]
+
+
+@pytest.mark.parametrize(("tokens", "mode"), CHOICES)
+def test_auto_chooses_by_token_count(tokens, mode):
+    assert entry().mode(tokens) is Mode(mode)
+
+
+def test_auto_runs_what_was_measured(monkeypatch):
+    monkeypatch.setattr(measured, "MEASURED", (entry(),))
+    model = Model(monkeypatch)
+    for tokens in (4, 8, 16):
+        model.run(tokens=tokens, passes=1)
+    assert counted("forked") == {"full": 2, "wk": 2} and counted("serial") == {"auto": 2}
+    row = vllm.dsa.info()["features"]["overlap"]
+    assert row["state"] == "active"
+
+
+@pytest.mark.parametrize("other", [entry(heads=16), entry(graph="NONE")])
+def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
+    monkeypatch.setattr(measured, "MEASURED", (other,))
+    serial(Model(monkeypatch))
+    assert counted("serial") == {"auto": 2}
+
+
+def test_the_names_of_cards():
+    assert auto.card_slug("NVIDIA H200") == "h200"
+    assert auto.card_slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
+
+
+# --- full only
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shared"),
+    [
+        ("MarlinFP8ScaledMMLinearKernel", True),
+        ("FlashInferFP8ScaledMMLinearKernel", True),
+        ("DeepGemmFp8BlockScaledMMKernel", False),
+        ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", False),
+        ("CutlassFP8ScaledMMLinearKernel", False),
+    ],
+)
+def test_kernels_that_share_scratch_memory_keep_full_from_forking(monkeypatch, kernel, shared):
+    """q_b_proj and wq_b run at the same time; Marlin's locks, for example, are one buffer for both."""
+    import vllm.model_executor.kernels.linear as linear
+
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    model = Model(monkeypatch, layers=(True,))
+    method = SimpleNamespace(fp8_linear=object.__new__(getattr(linear, kernel)))
+    model.layers[0].indexer.wq_b.quant_method = method
+    model.run(passes=1)
+    assert counted("forked") == {"wk" if shared else "full": 1}
+    assert list(counted("declined")) == ([f"full: {gates.full_reason(model.layers[0])}"] if shared else [])
+
+
+def test_every_name_in_the_list_of_kernels_exists():
+    import vllm.model_executor.kernels.linear as linear
+
+    assert [name for name in gates.PRIVATE_SCRATCH if not hasattr(linear, name)] == []
+
+
+@pytest.mark.parametrize("projection", ["q_b_proj", "wq_b"])
+def test_an_unknown_linear_method_keeps_full_from_forking(monkeypatch, projection):
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    model = Model(monkeypatch, layers=(True,))
+    owner = model.layers[0] if projection == "q_b_proj" else model.layers[0].indexer
+    getattr(owner, projection).quant_method = SimpleNamespace()
+    assert gates.full_reason(model.layers[0]).startswith(f"{projection} runs SimpleNamespace")
+
+
+def test_cards_whose_query_packing_is_one_kernel_keep_full_from_forking(monkeypatch):
+    from vllm.platforms import current_platform
+
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    model = Model(monkeypatch, layers=(True,))
+    monkeypatch.setattr(current_platform, "has_device_capability", lambda n: n == 100, raising=False)
+    model.run(passes=1)
+    assert counted("forked") == {"wk": 1}

@@ -1,0 +1,204 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The overlap of line 0.33.0: what ``DeepseekV32Attention`` calls, two forks per layer that has an indexer.
+
+- F1: the side stream runs ``wk_weights_proj`` beside the main one's ``fused_qkv_a_proj``, joined before the
+  fused norms.
+- F2: the side stream runs ``wq_b``, the packing of the indexer's query, scoring, top-k and
+  ``record_logical_topk_ready`` beside the main stream's ``q_b_proj``, W_UK product and packing of the MLA
+  query, joined before attention.
+
+The side branch of F2 runs upstream's own code: ``fused_q`` without MLA heads packs the indexer's query alone,
+and the first half of ``_sparse_indexer_and_attn`` scores and selects. At most that branch holds a collective
+(DCP's and the row shard's exchange of top-k), never the main one, so all ranks issue them in one order.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.dsa import counters, features, log, provenance
+from vllm.dsa.overlap import auto, feature, gates
+from vllm.dsa.overlap.mode import Mode, requested
+from vllm.dsa.overlap.streams import Lane
+from vllm.forward_context import get_forward_context
+
+NAME = "overlap"
+
+
+def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
+    """Return the overlap of a layer, or None where the layer never forks: it then runs upstream's code as is.
+
+    Args:
+        layer: a ``DeepseekV32Attention`` at the end of its constructor.
+        config: the engine's VllmConfig.
+    """
+    mode = requested().mode
+    if mode is Mode.OFF or layer.indexer is None:
+        return None
+    if mode is Mode.NATIVE:
+        log.info_once(f"{NAME}:native", "vllm.dsa %s: %s", NAME, feature.NATIVE_IS_OFF)
+        return None
+    if mode is Mode.AUTO and not auto.has_card(provenance.read().line, feature.card_here()):
+        return None  # the state of the feature says so, at start-up and in info()
+    reason = gates.config_reason(config)
+    if reason is not None:
+        features.report_declined(NAME, reason)
+        return None
+    return LayerOverlap(layer, config, mode)
+
+
+class LayerOverlap:
+    """The forks of one layer. `begin` decides once per pass of the layer; both forks follow that decision."""
+
+    def __init__(self, layer: Any, config: Any, mode: Mode) -> None:
+        self.layer = layer
+        self.config = config
+        self.mode = mode
+        self._lane: Lane | None = None
+        self._full = False  # whether this pass forks F2 too
+        self._full_reason: str | None = None  # why this layer never forks F2
+        self._looked = False  # whether _full_reason was looked for: weights are loaded after the constructor
+        self._entries: dict[str, auto.Entry | None] = {}
+
+    def begin(self, hidden_states: torch.Tensor) -> LayerOverlap | None:
+        """Decide on this pass, from host data alone, and fork F1. None: run this pass as upstream does.
+
+        Args:
+            hidden_states: [tokens, hidden size], the layer's input.
+        """
+        if self.layer.skip_topk:  # an MTP layer that reuses the top-k of its first step
+            return None
+        tokens = hidden_states.shape[0]
+        reason = gates.forward_reason(get_forward_context(), tokens)
+        if reason is not None:
+            counters.count(NAME, "serial", reason)
+            return None
+        mode = self._mode(tokens)
+        if mode is Mode.OFF:
+            counters.count(NAME, "serial", "auto")
+            return None
+        if self._lane is None:
+            self._lane = Lane(_side_stream())
+            features.report_active(NAME, mode.value)
+        counters.count(NAME, "forked", mode.value)
+        self._full = mode is Mode.FULL
+        self._lane.fork()
+        return self
+
+    def wk_weights_proj(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """Side branch of F1, and its join. Same arguments and result as the indexer's projection."""
+        assert self._lane is not None
+        result: tuple[torch.Tensor, Any] = self._lane.run(self.layer.indexer.wk_weights_proj, hidden_states)
+        return result
+
+    def fork_indexer(self) -> bool:
+        """Fork F2 if this pass has it, and say whether. All that the indexer reads is recorded by now."""
+        if self._full:
+            assert self._lane is not None
+            self._lane.fork()
+        return self._full
+
+    def run_indexer(
+        self,
+        positions: torch.Tensor,
+        q_c: torch.Tensor,
+        index_weights: torch.Tensor,
+        softmax_scale: float,
+        head_scale: float,
+    ) -> str | None:
+        """Side branch of F2, and its join.
+
+        Args:
+            positions: [tokens] int64.
+            q_c: [tokens, q_lora_rank], normalised.
+            index_weights: [tokens, index heads], from `wk_weights_proj`.
+            softmax_scale: factor of the weights.
+            head_scale: another one.
+
+        Returns:
+            What ``_sparse_indexer_and_attn`` has left to do: ``"attention"``, or None for both halves.
+        """
+        if not self._full:
+            return None
+        assert self._lane is not None
+        self._lane.run(self._indexer, positions, q_c, index_weights, softmax_scale, head_scale)
+        return "attention"
+
+    def _indexer(
+        self,
+        positions: torch.Tensor,
+        q_c: torch.Tensor,
+        index_weights: torch.Tensor,
+        softmax_scale: float,
+        head_scale: float,
+    ) -> None:
+        from vllm.models.deepseek_v32.common.kernels import fused_q
+
+        layer, indexer = self.layer, self.layer.indexer
+        index_q = indexer.wq_b(q_c)[0].view(-1, indexer.n_head, indexer.head_dim)
+        mqa_cache = layer.rotary_emb.cos_sin_cache
+        no_heads = index_q[:, :0]  # an MLA query of no heads: the kernel's other roles have nothing to do
+        index_q_fp8, weights, _ = fused_q(
+            positions,
+            no_heads[..., : mqa_cache.shape[-1]],
+            mqa_cache,
+            index_q,
+            layer.indexer_rope_emb.cos_sin_cache,
+            no_heads,
+            layer._q_scale,
+            index_weights,
+            softmax_scale,
+            head_scale,
+            has_indexer=True,
+            index_rope_interleave=layer._index_rope_interleave,
+            quantize_mqa=False,
+        )
+        layer._sparse_indexer_and_attn(
+            positions=positions,
+            q_c=q_c,
+            q_nope=None,
+            q_pe=None,
+            index_q_fp8=index_q_fp8,
+            index_k=None,
+            index_weights_out=weights,
+            kv_c=None,
+            k_pe=None,
+            ql_nope=None,
+            mqa_q=None,
+            output=None,
+            part="indexer",
+        )
+
+    def _mode(self, tokens: int) -> Mode:
+        mode = self._auto(tokens) if self.mode is Mode.AUTO else self.mode
+        if mode is not Mode.FULL:
+            return mode
+        if not self._looked:
+            self._looked, self._full_reason = True, gates.full_reason(self.layer)
+            if self._full_reason is not None:
+                counters.count(NAME, "declined", f"full: {self._full_reason}")
+                log.warning_once(
+                    f"{NAME}:full:{self._full_reason}",
+                    "vllm.dsa %s: full declined (%s), wk is used",
+                    NAME,
+                    self._full_reason,
+                )
+        return Mode.FULL if self._full_reason is None else Mode.WK
+
+    def _auto(self, tokens: int) -> Mode:
+        full_graphs = self.config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        graph = "FULL" if full_graphs else "NONE"
+        if graph not in self._entries:
+            heads, index_heads = self.layer.num_local_heads, self.layer.indexer.n_head
+            line, card = provenance.read().line, feature.card_here()
+            self._entries[graph] = auto.find(line, card, heads, index_heads, graph)
+        entry = self._entries[graph]
+        return Mode.OFF if entry is None else entry.mode(tokens)
+
+
+def _side_stream() -> Any:
+    """vLLM's one auxiliary stream, of default priority; its other users join within their layer as we do."""
+    from vllm.utils.torch_utils import aux_stream
+
+    return aux_stream()
