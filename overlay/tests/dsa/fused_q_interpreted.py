@@ -65,6 +65,47 @@ def steps(a, b):
     return int((order(a) - order(b)).abs().max())
 
 
+def unequal(a, b):
+    return int((a.contiguous().view(torch.uint8) != b.contiguous().view(torch.uint8)).sum())
+
+
+def index_alone(positions, cache, index_q, weights, q_scale, softmax_scale, head_scale, interleave):
+    """The indexer's outputs of both kernels when the MLA query has no heads, as the overlap calls them."""
+    no_heads = index_q[:, :0]
+    arguments = (positions, no_heads[..., : cache.shape[-1]], cache)
+    upstream = kernels.fused_q(
+        *arguments,
+        index_q,
+        cache,
+        no_heads,
+        q_scale,
+        weights,
+        softmax_scale,
+        head_scale,
+        has_indexer=True,
+        index_rope_interleave=interleave,
+        quantize_mqa=False,
+    )
+    ours = poisoned(*index_q.shape, dtype=FP8), poisoned(*index_q.shape[:2], dtype=torch.float32)
+    launch.launch(
+        *arguments,
+        no_heads,
+        q_scale,
+        torch.empty_like(arguments[1]),
+        index_q,
+        cache,
+        weights,
+        softmax_scale,
+        head_scale,
+        *ours,
+        has_indexer=True,
+        index_rope_interleave=interleave,
+        quantize_mqa=False,
+        use_pdl=False,
+    )
+    return upstream[:2], ours
+
+
 def run(
     tokens, heads, index_heads, rope, index_dim, nope, kind, interleave, fp8_query, has_indexer, cache_dtype
 ):
@@ -120,6 +161,7 @@ def run(
         quantize_mqa=fp8_query,
         use_pdl=False,
     )
+    alone = index_alone(positions, cache, index_q, weights, q_scale, softmax_scale, head_scale, interleave)
     wanted = [None, None, reference.pack_mqa_q(positions, q_pe, cache, ql_nope, q_scale, fp8_query)]
     if has_indexer:
         wanted[:2] = reference.pack_index_q(
@@ -127,12 +169,13 @@ def run(
         )
     row = {"kind": kind, "interleave": interleave, "fp8_query": fp8_query, "has_indexer": has_indexer}
     row |= {"tokens": tokens, "cache": str(cache_dtype), "differ": {}, "from_reference": {}}
+    if has_indexer:
+        pairs = [pair for made in alone for pair in zip(made, upstream[:2], strict=True)]
+        row["index_alone"] = sum(unequal(mine, both) for mine, both in pairs)
     for name, mine, theirs, want in zip(("index_q", "weights", "mqa_q"), ours, upstream, wanted, strict=True):
         if want is None:
             continue
-        row["differ"][name] = int(
-            (mine.contiguous().view(torch.uint8) != theirs.contiguous().view(torch.uint8)).sum()
-        )
+        row["differ"][name] = unequal(mine, theirs)
         if kind != "huge":  # infinities: the reference keeps NaN where the kernels drop it
             row["from_reference"][name] = steps(mine, want)
     return row

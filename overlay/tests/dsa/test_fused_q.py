@@ -37,10 +37,12 @@ def test_both_kernels_write_the_same_bytes_in_the_interpreter():
     out = child(str(script), TRITON_INTERPRET="1")
     rows = [json.loads(row) for row in out.splitlines() if row.startswith("{")]
     modes = {(r["interleave"], r["fp8_query"], r["has_indexer"]) for r in rows}
+    assert sum("index_alone" in row for row in rows) > 16
     assert len(modes) == 6 and {r["kind"] for r in rows} == {"random", "zeros", "huge", "tiny"}
     for row in rows:
         assert set(row["differ"]) == ({"index_q", "weights", "mqa_q"} if row["has_indexer"] else {"mqa_q"})
         assert not any(row["differ"].values()), row
+        assert row.get("index_alone", 0) == 0, row
         if row["kind"] != "huge":
             assert set(row["from_reference"]) == set(row["differ"]), row
             assert all(distance <= 1e-6 for distance in row["from_reference"].values()), row
