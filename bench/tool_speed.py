@@ -19,7 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from vllm_series import fetch
 from vllm_series.files import write_atomic
+from vllm_series.pins import load_pin
 from vllm_series.wheel import gather, repack
 from vllm_series.workspace import Workspace
 
@@ -62,6 +64,18 @@ def repacks(ws: Workspace, line: str, runs: int) -> list[Sample]:
     return samples[1:]  # the first run reads the wheel from disk
 
 
+def unpacks(ws: Workspace, line: str, runs: int) -> list[Sample]:
+    """Samples of unpacking the sdist with tar into a folder beside the trees, each time after removing it."""
+    archive, place = fetch.fetch(ws, load_pin(ws, line).source.sdist), ws.root / "build" / ".speed"
+    samples: list[Sample] = []
+    for _ in range(runs):
+        subprocess.run(["rm", "-rf", place], check=True)
+        place.mkdir(parents=True)
+        samples += timed(["tar", "-xzf", str(archive), "-C", str(place)], 1)
+    subprocess.run(["rm", "-rf", place], check=True)
+    return samples
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
@@ -82,6 +96,9 @@ def main() -> int:
 
     for line in LINES:
         subprocess.run([*series, "apply", line], check=True)
+        add(
+            f"tar -x of the sdist line={line}", unpacks(ws, line, runs)
+        )  # what any way of making the files takes
         touched = ws.build(line) / "vllm" / "envs.py"
         samples: list[Sample] = []
         for _ in range(runs):  # a deleted tree: everything but the import is done again

@@ -143,20 +143,35 @@ def _create(ws: Workspace, made: Stack) -> None:
     place.parent.mkdir(parents=True, exist_ok=True)
     tmp = Path(tempfile.mkdtemp(prefix=f".{made.line}.new-", dir=place.parent))
     store.set_ref(stack.stack_ref(made.line), made.head)
-    store.run(
-        "clone", "-q", "--no-checkout", "--no-tags", "--single-branch", "--template=",
-        "-b", f"series/{made.line}", str(ws.odb), str(tmp),
-    )  # fmt: skip
     git = Git(tmp)
-    git.run("remote", "remove", "origin")
+    git.run("init", "-q", "--template=", "--object-format=sha1", "-b", f"series/{made.line}", ".")
+    _link_packs(store, git)
+    _bring(ws, git, made)
+    git.set_ref(stack.stack_ref(made.line), made.head, message="series apply")
     git.run("config", "core.autocrlf", "false")
     git.run("config", "gc.auto", "0")
-    git.run("read-tree", "-m", "-u", "HEAD")
+    # Nearly all the time goes into the file system making thousands of files: let each core do it.
+    git.with_config(checkout_workers="0").run("read-tree", "-m", "-u", "HEAD")
     stack.write_ref(git, STAMP, made)
     tmp.chmod(0o755)
     with contextlib.suppress(OSError):
         place.rmdir()
     tmp.replace(place)
+
+
+def _link_packs(store: Git, git: Git) -> None:
+    """Take the store's packs over into a new repository, as hard links where that is possible.
+
+    `git clone` would do so too, but takes loose objects along that another run is writing, and fails when one
+    of them gets its name meanwhile.
+    """
+    for index in (store.cwd / "objects" / "pack").glob("pack-*.idx"):
+        for part in (index.with_suffix(".pack"), index):
+            place = git.cwd / ".git" / "objects" / "pack" / part.name
+            try:
+                os.link(part, place)
+            except OSError:  # on another disk
+                shutil.copyfile(part, place)
 
 
 def _remove_leftovers(ws: Workspace, line: str) -> None:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import shutil
 import subprocess
+import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import IO
@@ -26,6 +27,8 @@ from vllm_series.lock_file import locked
 from vllm_series.pins import Pin
 from vllm_series.ui import say
 from vllm_series.workspace import Workspace
+
+_A_DAY = 86400.0  # seconds
 
 
 def odb(ws: Workspace) -> Git:
@@ -52,6 +55,10 @@ def writing(ws: Workspace) -> Iterator[None]:
         for leftover in (*packs.glob("tmp_*"), *packs.glob("*.keep"), ws.odb / "shallow.lock"):
             with contextlib.suppress(OSError):
                 leftover.unlink()
+        for leftover in (ws.odb / "objects").glob("??/tmp_obj_*"):  # may be another run's that is alive
+            with contextlib.suppress(OSError):
+                if time.time() - leftover.stat().st_mtime > _A_DAY:
+                    leftover.unlink()
         yield
 
 

@@ -275,3 +275,18 @@ def test_import_is_a_root_commit_named_after_the_release(project: Project) -> No
     project.apply()
     base = importer.expected_commit(project.pin())
     assert project.git("rev-list", "--max-parents=0", "HEAD") == base
+
+
+def test_objects_that_another_run_is_writing_do_not_matter(two: Project) -> None:
+    """A new tree is made while another line's run writes to the store: what it sees there is gone at once."""
+    want = two.head_tree()
+    shutil.rmtree(two.tree)
+    for folder in (two.ws.odb / "objects/77", two.ws.odb / "objects/pack"):
+        folder.mkdir(exist_ok=True)
+        (folder / "tmp_obj_gone").symlink_to("renamed-meanwhile")
+    two.apply()
+    assert two.state() == "APPLIED"
+    assert two.head_tree() == want
+    assert two.git("fsck", "--strict", "--no-dangling") == ""
+    assert two.git("remote") == ""
+    assert two.git("rev-parse", "--abbrev-ref", "HEAD") == f"series/{two.line}"
