@@ -1,18 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The registry entry of ``litedsa``: an operator that no engine path calls yet."""
+"""The registry entry of ``litedsa``: sparse attention of prefills by groups of neighbouring queries."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from vllm.dsa import switches
 from vllm.dsa.features import Feature, State, Status
 
 SWITCH = "VLLM_LITEDSA"
+UNPROVEN = "not yet run on a GPU"
+
+_VLLM = Path(__file__).parents[2]
+#: Where the patch of a line calls `vllm.dsa.litedsa.engine.grouped`.
+HOOKED = ("models/deepseek_v32/attention.py", "model_executor/layers/attention/mla_attention.py")
+
+
+def hooked(root: Path = _VLLM) -> bool:
+    """Whether this build's patches call the feature."""
+    files = [root / name for name in HOOKED if (root / name).is_file()]
+    return any("vllm.dsa.litedsa" in file.read_text(encoding="utf-8") for file in files)
 
 
 def probe(config: Any | None) -> Status:
-    """Say what this release has, whatever the switch is set to."""
-    return Status(State.UNAVAILABLE, "operator only, not run on a GPU")
+    """Judge line, switch and card. Whether a layer and a batch fit is only known when they run."""
+    if not hooked():
+        return Status(State.UNAVAILABLE, f"operator only, {UNPROVEN}")
+    if not switches.get(SWITCH):
+        return Status(State.OFF, f"{SWITCH}=0; {UNPROVEN}")
+    from vllm.dsa.litedsa import engine, kernel
+
+    reason = kernel.why_not(16, 576, 512, 2048, engine.capability())
+    if reason:
+        return Status(State.DECLINED, reason)
+    return Status(State.ACTIVE, f"prefills with 8, 16 or 32 heads on a rank; {UNPROVEN}")
 
 
 FEATURE = Feature("litedsa", "grouped masked sparse attention", (SWITCH,), probe)
