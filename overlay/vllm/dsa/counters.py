@@ -21,6 +21,7 @@ OTHER = "(other reasons)"
 _counts: dict[tuple[str, str, str], int] = {}
 _lock = threading.Lock()
 _summary_at_exit = False
+_first = True  # of this process: a fork starts anew
 
 
 def count(feature: str, outcome: str, reason: str = "", n: int = 1) -> None:
@@ -32,15 +33,20 @@ def count(feature: str, outcome: str, reason: str = "", n: int = 1) -> None:
         reason: why, empty when the outcome says all.
         n: how many times.
     """
-    global _summary_at_exit
+    global _summary_at_exit, _first
     key = (feature, outcome, reason)
     with _lock:
         if key not in _counts and len(_counts) >= MAX_KEYS:
             key = (feature, outcome, OTHER)
         _counts[key] = _counts.get(key, 0) + n
         register, _summary_at_exit = not _summary_at_exit, True
+        first, _first = _first, False
     if register:
         atexit.register(log_summary)
+    if first:
+        from vllm.dsa import metrics
+
+        metrics.start()
 
 
 def snapshot(feature: str | None = None) -> list[dict[str, str | int]]:
@@ -68,7 +74,8 @@ def log_summary() -> None:
 
 def reset() -> None:
     """Set all counters to zero (a forked process and each test start anew)."""
-    global _lock
+    global _lock, _first
+    _first = True
     _lock = threading.Lock()  # the parent may have held it while forking
     _counts.clear()
 

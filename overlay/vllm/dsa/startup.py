@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.dsa import features, log, provenance, switches
+from vllm.dsa import features, log, metrics, provenance, switches
 
 
 def log_startup(config: Any | None = None) -> None:
     """Check all switches and log one line: build, and the state of each feature with its reason.
 
+    Also tells the workers that start behind this where their counters are collected (`metrics.announce`).
     Called by ``EngineCore.__init__`` right after vLLM logs its own version and configuration, only when
     ``VLLM_DSA`` is on. Later calls in the same process say nothing.
 
@@ -21,6 +22,8 @@ def log_startup(config: Any | None = None) -> None:
         ValueError: a switch holds a value that is not among its choices; the message names both.
     """
     switches.validate(features.all_switches())
+    if config is not None:
+        metrics.announce(config)
     build = provenance.read()
     parts = [f"{known.name} {features.status(known, config)}" for known in features.KNOWN]
     log.info_once(

@@ -1,0 +1,144 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outcomes of all processes on /metrics: summed, of this server only, nothing where nothing counts."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from vllm.dsa import counters, metrics
+
+CONFIG = SimpleNamespace(
+    model_config=SimpleNamespace(served_model_name=["v32", "other"], model="path"),
+    parallel_config=SimpleNamespace(data_parallel_index=1),
+)
+#: A worker: counts, writes at once, and lives until its stdin closes.
+WORKER = """
+import sys
+from vllm.dsa import counters, metrics
+counters.count("overlap", "active", n=int(sys.argv[1]))
+counters.count("litetopk", "declined", 'a "quoted" reason')
+assert metrics.write(), "nobody collects"
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of this process as a server, under a temporary folder of its own."""
+    monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
+    monkeypatch.setattr(metrics.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(metrics.os, "getppid", os.getpid)  # the engine core's parent is the server
+    monkeypatch.setenv(metrics.VARIABLE, "")
+    return metrics.folder(os.getpid())
+
+
+def lines(registry: CollectorRegistry) -> list[str]:
+    text = generate_latest(registry).decode()
+    return [row for row in text.splitlines() if not row.startswith("#")]
+
+
+def test_workers_are_summed_and_the_dead_left_out(place: Path) -> None:
+    registry = CollectorRegistry()
+    metrics.attach(registry)
+    metrics.attach(registry)  # an application that is built twice
+    metrics.announce(CONFIG)
+    assert generate_latest(registry) == b"", "nothing was counted"
+    workers = []
+    for count in ("3", "4"):
+        command = [sys.executable, "-c", WORKER, count]
+        workers.append(
+            subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
+        )
+    for worker in workers:
+        assert worker.stdout.readline() == b"ready\n"
+    (place / "not-a-number.json").write_text("{}")
+    (place / f"{os.getpid()}.json").write_text("{")
+    labels = 'engine="1",feature="{}",model_name="v32",outcome="{}",reason="{}"'
+    assert sorted(lines(registry)) == sorted(
+        [
+            metrics.NAME + "_total{" + labels.format("overlap", "active", "") + "} 7.0",
+            metrics.NAME
+            + "_total{"
+            + labels.format("litetopk", "declined", 'a \\"quoted\\" reason')
+            + "} 2.0",
+        ]
+    )
+    workers[0].communicate()
+    assert any(row.endswith("} 4.0") for row in lines(registry))
+    workers[1].communicate()
+    assert lines(registry) == []
+
+
+def test_without_a_server_nothing_is_written(place: Path) -> None:
+    metrics.announce(CONFIG)
+    counters.count("overlap", "active")
+    assert metrics.write() == "" and not place.exists()
+
+
+def test_only_changes_are_written(place: Path) -> None:
+    metrics.attach(CollectorRegistry())
+    metrics.announce(CONFIG)
+    counters.count("overlap", "active")
+    text = metrics.write()
+    (place / f"{os.getpid()}.json").unlink()
+    assert metrics.write(text) == text and not list(place.iterdir())
+    counters.count("overlap", "active")
+    assert json.loads(metrics.write(text))["rows"][0]["count"] == 2
+    assert [path.name for path in place.iterdir()] == [f"{os.getpid()}.json"]
+
+
+def test_several_api_servers_share_one_folder(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    one, other = CollectorRegistry(), CollectorRegistry()
+    for registry in (one, other):
+        metrics.attach(registry)
+    metrics.announce(CONFIG)
+    counters.count("overlap", "active")
+    metrics.write()
+    assert len(lines(one)) == 1 and lines(one) == lines(other)
+
+
+def test_a_folder_that_cannot_be_made_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog_vllm
+) -> None:
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "missing"))
+    registry = CollectorRegistry()
+    metrics.attach(registry)
+    assert generate_latest(registry) == b""
+    assert "no outcomes on /metrics" in caplog_vllm.text
+
+
+#: Upstream's own application code with the hook, in a process with the switch as it is set.
+SERVED = """
+import os, sys
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+from vllm.entrypoints.serve.instrumentator.metrics import attach_router
+app = FastAPI()
+attach_router(app)
+if "vllm.dsa" in sys.modules:
+    from vllm.dsa import counters, metrics
+    os.getppid = os.getpid
+    metrics.announce(None)
+    counters.count("fused_q", "active")
+    metrics.write()
+text = TestClient(app).get("/metrics").text
+print("RESULT", "vllm.dsa" in sys.modules, "vllm:dsa_feature_outcomes_total{" in text)
+"""
+
+
+@pytest.mark.parametrize(("switch", "expected"), [("1", "RESULT True True"), ("0", "RESULT False False")])
+def test_upstreams_metrics_page(switch: str, expected: str, tmp_path: Path) -> None:
+    env = {**os.environ, "VLLM_DSA": switch, "TMPDIR": str(tmp_path)}
+    env.pop("PROMETHEUS_MULTIPROC_DIR", None)
+    done = subprocess.run([sys.executable, "-c", SERVED], env=env, capture_output=True, text=True)
+    assert expected in done.stdout.splitlines(), done.stderr[-2000:]
+    assert list(tmp_path.glob("vllm-dsa-*")) == [], "the server removes its folder"
