@@ -27,7 +27,7 @@ from vllm_series.workspace import Workspace
 LIBRARY = "_dsa_C.so"
 #: Raised when this module changes how the library is built in a way that its inputs do not show.
 RECIPE = 1
-_SOURCES = (("cmake", {"*.txt", "*.cmake"}), ("overlay/csrc/dsa", {"*"}))
+_SOURCES = (("cmake", {"*.txt", "*.cmake"}), ("overlay/csrc/dsa", {"*.cu", "*.cuh", "*.h", "CMakeLists.txt"}))
 _TAIL = 60  # lines of a failed compilation that are shown
 
 
