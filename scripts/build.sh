@@ -11,7 +11,8 @@ usage: scripts/build.sh [LINE] [options]        (default line: 0.33.0)
   --system-nvcc      compile the kernels with this machine's nvcc instead of the pinned one
   --full-check       also install torch and all dependencies (several GB) and import vllm
   --python X.Y       the Python of the full check (default: the one that runs this)
-  --with-deepgemm    not in this release
+  --with-deepgemm    also build DeepGEMM's extension with the series' patch; needs a CUDA
+                     toolkit and a Python with torch (docs/deepgemm.md)
   --json             print the result as one JSON object
 
 Needs Python 3.11 or newer and git; everything else is fetched. Kernels also need g++,
@@ -19,7 +20,7 @@ which is installed through apt-get where that is possible.
 TEXT
 }
 
-line="" full=--check args=()
+line="" full=--check deepgemm="" args=()
 while [ $# -gt 0 ]; do
     case "$1" in
         -h | --help)
@@ -36,11 +37,7 @@ while [ $# -gt 0 ]; do
             ;;
         --platform=* | --python=* | --no-kernels | --system-nvcc | --json) args+=("$1") ;;
         --full-check) full=--full-check ;;
-        --with-deepgemm)
-            echo "error: --with-deepgemm: not in this release" >&2
-            echo "  fix: run without it; vLLM's own DeepGEMM stays as upstream built it" >&2
-            exit 2
-            ;;
+        --with-deepgemm) deepgemm=1 ;;
         -*)
             echo "error: unknown option $1" >&2
             usage >&2
@@ -59,4 +56,10 @@ done
 
 # shellcheck source=scripts/lib/env.sh
 . "$(dirname "${BASH_SOURCE[0]}")/lib/env.sh"
-series wheel "${line:-0.33.0}" "$full" "${args[@]}"
+line="${line:-0.33.0}"
+if [ -n "$deepgemm" ]; then
+    built="$VLLM_SERIES_ROOT/.work/deepgemm/$line/built"
+    series deepgemm build "$line" --output "$built" >&2
+    args+=(--deepgemm "$built")
+fi
+series wheel "$line" "$full" "${args[@]}"

@@ -26,6 +26,7 @@ AREAS = (
     "cli_pin",
     "cli_wheel",
     "cli_kernels",
+    "cli_deepgemm",
     "cli_overlay",
     "cli_rebase",
     "cli_baseline",

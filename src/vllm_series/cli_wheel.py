@@ -12,6 +12,7 @@ from vllm_series.errors import UsageError
 from vllm_series.files import mebibytes
 from vllm_series.ui import emit, json_option, say, workspace
 from vllm_series.wheel import gather, install, repack, verify
+from vllm_series.wheel.names import WheelName
 from vllm_series.wheel.recipe import Recipe
 from vllm_series.workspace import Workspace
 
@@ -22,6 +23,12 @@ from vllm_series.workspace import Workspace
 @click.option("--no-kernels", is_flag=True, help="Leave vllm/_dsa_C.so out; the file name says so.")
 @click.option(
     "--system-nvcc", is_flag=True, help="Compile the kernels with this machine's nvcc, not the pinned one."
+)
+@click.option(
+    "--deepgemm",
+    "deepgemm_folder",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder of `series deepgemm build`: its extension takes the place of upstream's DeepGEMM.",
 )
 @click.option("--output", type=click.Path(path_type=Path), help="Folder for the wheel (default: dist/).")
 @click.option(
@@ -45,6 +52,7 @@ def wheel(
     platform: str | None,
     no_kernels: bool,
     system_nvcc: bool,
+    deepgemm_folder: Path | None,
     output: Path | None,
     wants_check: bool,
     full_check: bool,
@@ -62,7 +70,7 @@ def wheel(
             raise UsageError(
                 "--verify takes line, platform and kernels from the file", fix="give only --verify FILE"
             )
-        _verify(ws, file, as_json)
+        _verify(ws, file, deepgemm_folder, as_json)
         return
     if not line:
         raise UsageError("LINE is missing", fix="series wheel LINE; `series status` lists the lines")
@@ -74,7 +82,12 @@ def wheel(
         )
     start = time.monotonic()
     recipe = gather.gather(
-        *(ws, line, platform or gather.this_platform()), with_kernels=not no_kernels, system_nvcc=system_nvcc
+        ws,
+        line,
+        platform or gather.this_platform(),
+        with_kernels=not no_kernels,
+        system_nvcc=system_nvcc,
+        deepgemm_folder=deepgemm_folder,
     )
     gathered = time.monotonic()
     built = repack.repack(recipe, output or ws.dist, ws.work / "wheel")
@@ -98,10 +111,20 @@ def wheel(
     emit(data, as_json=as_json, text=summary(data))
 
 
-def _verify(ws: Workspace, file: Path, as_json: bool) -> None:
+def _verify(ws: Workspace, file: Path, deepgemm_folder: Path | None, as_json: bool) -> None:
     claim = verify.claimed(file)
+    if WheelName.parse(file.name).has_deepgemm and deepgemm_folder is None:
+        raise UsageError(
+            f"{file.name} has a DeepGEMM of its own, which the checkout alone does not give",
+            fix="name the folder it was built into: --deepgemm DIR",
+        )
     recipe = gather.gather(
-        ws, claim.line, claim.platform, with_kernels=claim.kernels, system_nvcc=claim.system_nvcc
+        ws,
+        claim.line,
+        claim.platform,
+        with_kernels=claim.kernels,
+        system_nvcc=claim.system_nvcc,
+        deepgemm_folder=deepgemm_folder,
     )
     digest = verify.verify(file, recipe, ws.work / "wheel")
     emit(
@@ -122,6 +145,7 @@ def describe(recipe: Recipe) -> dict[str, Any]:
         "not_effective": [patch.name for patch in recipe.patches if patch.source_only],
         "overlay_files": len(recipe.packaged_overlay),
         "kernels": recipe.kernels is not None,
+        "deepgemm": recipe.deepgemm is not None,
     }
 
 
@@ -137,6 +161,7 @@ def summary(data: dict[str, Any]) -> str:
         + (f", without effect in a wheel: {', '.join(skipped)}" if skipped else ""),
         f"overlay  {data['overlay_files']} files in vllm/dsa",
         f"kernels  {kernels}",
+        f"deepgemm {'patched' if data['deepgemm'] else 'as upstream built it'}",
         f"install  pip install {data['wheel']}",
         "         with --no-deps --force-reinstall in place of an installed vLLM of the same release",
     ]

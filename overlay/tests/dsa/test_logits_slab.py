@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The logits slab on the CPU: sizes against upstream's own planner, decisions, and the hooks in upstream's op."""
+"""The logits slab on the CPU: sizes against upstream's planner, decisions, and the hooks in upstream's op."""
 
 import random
 from math import prod
@@ -31,7 +31,9 @@ def undecided(monkeypatch: pytest.MonkeyPatch):
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch):
     """A card of compute capability 9.0 as far as the decision is concerned, and an empty workspace."""
-    card = SimpleNamespace(is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9, minor=0))
+    card = SimpleNamespace(
+        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(major=9, minor=0)
+    )
     monkeypatch.setattr(slab, "current_platform", card)
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)
     monkeypatch.setattr(workspace, "_manager", workspace.WorkspaceManager(torch.device("cpu")))
@@ -107,7 +109,12 @@ def test_a_chunk_that_does_not_fit_gets_a_tensor_of_its_own(monkeypatch):
     mask = valid(ks, ke, 512, COMPRESSED)
     assert plain.calls == 0 and torch.equal(got[mask], own[mask])
     assert counters.snapshot("logits_slab") == [
-        {"feature": "logits_slab", "outcome": "declined", "reason": "a chunk is larger than planned", "count": 1}
+        {
+            "feature": "logits_slab",
+            "outcome": "declined",
+            "reason": "a chunk is larger than planned",
+            "count": 1,
+        }
     ]
 
 
@@ -253,7 +260,9 @@ def test_the_profile_run_plans_the_buffer_in_place_of_upstream_s_dummy(monkeypat
 
 def test_upstream_s_call_is_reached_through_the_hook_alone():
     source = (Path(vllm.__file__).parent / "model_executor/layers/sparse_attn_indexer.py").read_text()
-    body = source[source.index("\ndef sparse_attn_indexer(") : source.index("\ndef sparse_attn_indexer_fake(")]
+    body = source[
+        source.index("\ndef sparse_attn_indexer(") : source.index("\ndef sparse_attn_indexer_fake(")
+    ]
     assert body.count(" fp8_fp4_mqa_logits\n") == 1, "one assignment"
     assert "fp8_fp4_mqa_logits(" not in body.replace("fp8_fp4_paged_mqa_logits(", ""), "no call beside it"
     assert body.count("*logits_slab") + body.count("extend(logits_slab)") == 2, "planned and used alike"

@@ -6,11 +6,12 @@ import platform as machine
 from collections.abc import Iterable
 from pathlib import Path
 
-from vllm_series import __version__, importer, kernels, lock, pins, series, stack, state
+from vllm_series import __version__, deepgemm, importer, kernels, lock, pins, series, stack, state
 from vllm_series.errors import IntegrityError, UsageError
 from vllm_series.fetch import fetch
 from vllm_series.git import Git
 from vllm_series.ui import say
+from vllm_series.wheel.archive import Source
 from vllm_series.wheel.recipe import Kernels, PatchEntry, Recipe
 from vllm_series.workspace import Workspace
 
@@ -70,6 +71,20 @@ def _kernels(
     return Kernels(built.library.read_bytes(), built.provenance)
 
 
+def _deepgemm(
+    ws: Workspace, pin: pins.Pin, platform: str, folder: Path | None, upstream_wheel: Path
+) -> deepgemm.Bundle | None:
+    if folder is None:
+        return None
+    if platform != this_platform():
+        raise UsageError(
+            f"a DeepGEMM built on {this_platform()} cannot go into a wheel for {platform}",
+            fix="leave --deepgemm out, or build on a machine of that kind",
+        )
+    with Source(upstream_wheel) as source:
+        return deepgemm.load(folder, pin.line, deepgemm.patch_of(ws, pin), source.members)
+
+
 def gather(
     ws: Workspace,
     line: str,
@@ -78,10 +93,12 @@ def gather(
     with_kernels: bool,
     system_nvcc: bool = False,
     sources: Iterable[Path] = (),
+    deepgemm_folder: Path | None = None,
 ) -> Recipe:
     """Return the recipe of a line's wheel, fetching and importing what is missing.
 
-    ``system_nvcc`` compiles the kernels with the machine's nvcc instead of the pinned one.
+    ``system_nvcc`` compiles the kernels with the machine's nvcc instead of the pinned one;
+    ``deepgemm_folder`` holds what `series deepgemm build` made, None keeps upstream's DeepGEMM.
 
     Raises:
         UsageError: unknown line, or no wheel is pinned for the platform.
@@ -130,4 +147,5 @@ def gather(
         overlay=dict(zip(overlay_paths, overlay_blobs, strict=True)),
         kernels=_kernels(ws, platform, with_kernels, sources, system_nvcc),
         generator=GENERATOR,
+        deepgemm=_deepgemm(ws, pin, platform, deepgemm_folder, upstream_wheel),
     )

@@ -10,6 +10,8 @@ from vllm_series.errors import UsageError
 
 #: Build tag of a wheel without compiled kernels. PEP 427 wants a leading digit.
 NO_KERNELS = "0nokernels"
+#: Build tag, or end of it, of a wheel whose DeepGEMM is the series' own.
+DEEPGEMM = "deepgemm"
 
 
 @dataclass(frozen=True)
@@ -40,9 +42,20 @@ class WheelName:
         build = [self.build] if self.build else []
         return "-".join([self.name, self.version, *build, self.tags]) + ".whl"
 
-    def ours(self, version: str, *, kernels: bool) -> WheelName:
-        """The name of the repacked wheel: same tags, our version, and a build tag if it has no kernels."""
-        return WheelName(self.name, version, "" if kernels else NO_KERNELS, self.tags)
+    def ours(self, version: str, *, kernels: bool, deepgemm: bool = False) -> WheelName:
+        """The name of the repacked wheel: same tags, our version, a build tag for what it lacks or adds."""
+        build = "" if kernels else NO_KERNELS
+        if deepgemm:
+            build = f"{build}_{DEEPGEMM}" if build else f"1{DEEPGEMM}"
+        return WheelName(self.name, version, build, self.tags)
+
+    @property
+    def has_kernels(self) -> bool:
+        return not self.build.startswith(NO_KERNELS)
+
+    @property
+    def has_deepgemm(self) -> bool:
+        return self.build.endswith(DEEPGEMM)
 
     @property
     def dist_info(self) -> str:

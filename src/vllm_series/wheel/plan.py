@@ -132,6 +132,10 @@ def members(recipe: Recipe, source: Source) -> list[Member]:
     replaced[f"{old}/WHEEL"] = metadata.render_wheel_file(
         source.read(f"{old}/WHEEL"), recipe.name, recipe.generator
     )
+    for path, data in recipe.deepgemm.files.items() if recipe.deepgemm else ():
+        if path not in source.members or path in replaced:
+            raise CheckFailed(f"{path} is no file of upstream's wheel that a built DeepGEMM can replace")
+        replaced[path] = data
     added: dict[str, Stored] = {}
     for path, data in (
         (provenance.PATH, provenance.render(provenance.record(recipe))),
@@ -155,7 +159,7 @@ def members(recipe: Recipe, source: Source) -> list[Member]:
     for name, content in replaced.items():
         if content is not None:
             renamed = new + name.removeprefix(old) if name.startswith(f"{old}/") else name
-            added[renamed] = Stored(renamed, content)
+            added[renamed] = Stored(renamed, content, 0o100755 if name.endswith(".so") else 0o100644)
     for name, member in added.items():
         result[name] = member
         new_rows[name] = record.row_of(member.data)

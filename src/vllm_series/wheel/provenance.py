@@ -47,6 +47,7 @@ def record(recipe: Recipe) -> dict[str, Any]:
         ],
         "overlay": {"files": len(overlay), "sha256": overlay_digest(overlay)},
         "kernels": dict(recipe.kernels.record) if recipe.kernels else "none",
+        **({"deepgemm": dict(recipe.deepgemm.record)} if recipe.deepgemm else {}),
     }
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vllm_series.deepgemm.bundle import Bundle
 from vllm_series.pins import Artifact, Pin
 from vllm_series.wheel.names import WheelName
 
@@ -57,6 +58,7 @@ class Recipe:
         overlay: path in the tree -> bytes, all of the overlay (also what does not go into a wheel).
         kernels: None for a wheel without kernels.
         generator: goes into the file WHEEL.
+        deepgemm: built extension that replaces upstream's, or None to keep upstream's.
     """
 
     pin: Pin
@@ -71,6 +73,7 @@ class Recipe:
     overlay: Mapping[str, bytes]
     kernels: Kernels | None
     generator: str
+    deepgemm: Bundle | None = None
 
     @property
     def artifact(self) -> Artifact:
@@ -83,7 +86,9 @@ class Recipe:
     @property
     def name(self) -> WheelName:
         """The file name of our wheel."""
-        return self.upstream_name.ours(self.pin.wheel_version, kernels=self.kernels is not None)
+        return self.upstream_name.ours(
+            self.pin.wheel_version, kernels=self.kernels is not None, deepgemm=self.deepgemm is not None
+        )
 
     @property
     def packaged_overlay(self) -> dict[str, bytes]:

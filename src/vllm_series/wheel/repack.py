@@ -57,6 +57,7 @@ def written(target: Path, recipe: Recipe) -> Iterator[Path]:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         need = recipe.artifact.size + _SLACK + (len(recipe.kernels.data) if recipe.kernels else 0)
+        need += sum(map(len, recipe.deepgemm.files.values())) if recipe.deepgemm else 0
         if shutil.disk_usage(target.parent).free < need:
             raise _no_room(target.parent, need)
         with Source(recipe.upstream_wheel) as source:

@@ -11,7 +11,7 @@ from vllm_series.errors import CheckFailed, UsageError
 from vllm_series.files import sha256_file
 from vllm_series.wheel import provenance, repack
 from vllm_series.wheel.archive import Source
-from vllm_series.wheel.names import NO_KERNELS, WheelName
+from vllm_series.wheel.names import WheelName
 from vllm_series.wheel.recipe import Recipe
 
 _CHUNK = 1 << 20
@@ -41,7 +41,7 @@ def claimed(path: Path) -> Claim:
             raise CheckFailed(f"{path.name} has no {provenance.PATH}: it is not a wheel of this series")
         found = provenance.parse(wheel.read(provenance.PATH))
     kernels = found.get("kernels") != "none"
-    if kernels == (name.build == NO_KERNELS):
+    if kernels != name.has_kernels:
         said = "has" if kernels else "has no"
         raise CheckFailed(
             f"{path.name}: its provenance says that it {said} kernels, its file name says otherwise"

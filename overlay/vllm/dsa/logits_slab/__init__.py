@@ -1,2 +1,2 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One reused buffer for the indexer's logits (feature ``logits_slab``). Importing this package imports no torch."""
+"""One reused buffer for the indexer's logits (feature ``logits_slab``). Importing it imports no torch."""

@@ -29,7 +29,9 @@ def hooked(file: Path = _HOOKED_FILE) -> bool:
 def card_status(capability: tuple[int, int] | None, switch: str) -> Status:
     """Judge the card: ``auto`` uses a supported card once it was measured, ``on`` at once."""
     if capability not in SUPPORTED:
-        found = "no NVIDIA GPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        found = (
+            "no NVIDIA GPU" if capability is None else f"compute capability {capability[0]}.{capability[1]}"
+        )
         return Status(State.DECLINED, f"needs compute capability 9.0, found {found}")
     if switch == "auto" and capability not in MEASURED:
         return Status(State.OFF, f"not measured on this card yet; {SWITCH}=on uses it")
@@ -37,7 +39,7 @@ def card_status(capability: tuple[int, int] | None, switch: str) -> Status:
 
 
 def probe(config: Any | None) -> Status:
-    """Judge line, switch, build and card. Whether the check at start-up holds is known after the profile run."""
+    """Judge line, switch, build and card. Whether the check at start-up holds shows in the profile run."""
     if not hooked():
         return Status(State.UNAVAILABLE, "this line does not call it")
     switch = switches.get(SWITCH)

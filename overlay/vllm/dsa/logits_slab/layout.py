@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """How large a buffer DeepGEMM's MQA logits kernel needs: host arithmetic alone.
 
-The two pins of DeepGEMM lay the logits out differently. *Compressed* (line 0.33.0): row i starts at the first
-key of its own range, and rows are as long as the longest range. *Full* (line 0.28.0): column j is key j, and a
-row has one block of keys more. In both the queries are padded to whole tiles and a row to 1024 bytes. These are
-the sizes of SM90, the only card this feature is for; the op itself refuses any other.
+The two pins of DeepGEMM lay the logits out differently. *Compressed* (line 0.33.0): row i starts at the
+first key of its own range, and rows are as long as the longest range. *Full* (line 0.28.0): column j is key
+j, and a row has one block of keys more. In both the queries are padded to whole tiles and a row to 1024
+bytes. These are the sizes of SM90, the only card this feature is for; the op itself refuses any other.
 """
 
 from __future__ import annotations
@@ -58,7 +58,10 @@ class Layout:
         s = ROW_ALIGNMENT - 1 if self.compressed else BLOCK_KV + ROW_ALIGNMENT - 1
         most = budget // BYTES
         corners = [(1, keys)]  # a single query is never cut
-        for m, n in ((queries, min(keys, most // max(1, queries))), (min(queries, most // max(1, keys)), keys)):
+        for m, n in (
+            (queries, min(keys, most // max(1, queries))),
+            (min(queries, most // max(1, keys)), keys),
+        ):
             # What integer division took away is less than one row or column more.
             corners.append((min(queries, m + 1), min(keys, n + 1)))
         return BYTES * max((m + p) * (n + s) for m, n in corners)

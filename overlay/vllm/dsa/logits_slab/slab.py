@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The buffer itself: decided and planned in the profile run, then written by each prefill chunk of each layer.
+"""The buffer itself: decided and planned in the profile run, then written by each prefill chunk of a layer.
 
 Upstream allocates new logits for each chunk. Chunks of a long prefill grow, so each one needs a larger block
 than any before, and the allocator's memory grows with them. Here all of them write to one buffer.
 
 The buffer is a part of upstream's shared workspace (``vllm/v1/worker/workspace.py``), requested together with
-the buffers of the gathered K. So it has their life and their rules: one per worker and micro-batch, sized in the
-profile run (where it takes the place of the dummy that upstream allocates for the logits), locked after it, and
-written and read by one layer after the other in stream order. Whatever orders two uses of the gathered K orders
-those of the logits. A chunk's top-k is queued before the next chunk's scoring, on the same stream.
+the buffers of the gathered K. So it has their life and their rules: one per worker and micro-batch, sized in
+the profile run (where it takes the place of the dummy that upstream allocates for the logits), locked after
+it, and written and read by one layer after the other in stream order. Whatever orders two uses of the
+gathered K orders those of the logits. A chunk's top-k is queued before the next chunk's scoring, on the same
+stream.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from math import prod
 from typing import Any
 
 import torch
-from vllm import envs
 from vllm.dsa import counters, features, switches
 from vllm.dsa.features import State
 from vllm.dsa.logits_slab import feature
@@ -79,14 +79,14 @@ def _decide(q: torch.Tensor, q_scale: torch.Tensor | None, queries: int, keys: i
     if wrong is not None:
         features.report_declined(NAME, wrong)
         return ()
-    budget = envs.VLLM_SPARSE_INDEXER_MAX_LOGITS_MB * 1024 * 1024
+    budget = switches.get("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB") * 1024 * 1024
     size = layout.most_bytes(budget, queries, keys) + START_ALIGNMENT
     features.report_active(NAME, f"{size / 2**20:.0f} MiB")
     return (((size,), torch.uint8),)
 
 
 def _capturing(tensor: torch.Tensor) -> bool:
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+    return bool(tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
 class Logits:
@@ -110,10 +110,11 @@ class Logits:
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Return the logits ``[queries, width]`` float32 with upstream's row stride, valid until the next call.
+        """Return the logits ``[queries, width]`` float32 with upstream's row stride, valid until the next
+        call.
 
         Arguments are those of the line's ``fp8_fp4_mqa_logits``. A chunk that does not fit, and one under
-        CUDA graph capture (whose replay would find the buffer in use), gets a tensor of its own from upstream.
+        CUDA graph capture (whose replay would find the buffer in use), gets a tensor of its own.
         """
         width = int(args[0]) if COMPRESSED else kv[0].shape[0]
         shape = Layout(q[0].shape[1], COMPRESSED).shape(q[0].shape[0], width)
@@ -129,7 +130,5 @@ class Logits:
             assert isinstance(own, torch.Tensor)
             return own
         out = self._buffer[:size].view(torch.float32).view(shape)
-        deep_gemm.fp8_fp4_mqa_logits_out(
-            q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, *args, out=out, **kwargs
-        )
+        deep_gemm.fp8_fp4_mqa_logits_out(q, kv, weights, cu_seqlen_ks, cu_seqlen_ke, *args, out=out, **kwargs)
         return out[: q[0].shape[0], :width]
