@@ -33,6 +33,8 @@ try:
     import vllm.dsa
     info = vllm.dsa.info()
     said |= {"line": info["line"], "version": info["version"], "kernels": info["kernels"]["reason"]}
+    from vllm.dsa.logits_slab import extension
+    said["deepgemm"] = extension.patched()
 except ImportError as error:
     said["vllm_error"] = str(error)
 print("RESULT " + json.dumps(said))
@@ -54,13 +56,15 @@ class Step:
     lines: tuple[str, ...]
     gpus: int
     kernels: bool
+    deepgemm: bool = False
     tests: tuple[str, ...] = ()
     command: str = ""
 
 
 @dataclass(frozen=True)
 class Machine:
-    """What the Python at hand sees. ``kernels`` is why there are none, '' if they are loaded."""
+    """What the Python at hand sees. ``kernels`` is why there are none, '' if they are loaded; ``deepgemm`` is
+    whether DeepGEMM carries the series' patch."""
 
     name: str
     capability: str
@@ -70,6 +74,7 @@ class Machine:
     kernels: str
     torch: str
     driver: str = "unknown"
+    deepgemm: bool = False
 
     @property
     def card(self) -> str:
@@ -86,7 +91,7 @@ def load(path: Path = SUITES) -> dict[str, tuple[str, list[Step]]]:
     """
     found: dict[str, tuple[str, list[Step]]] = {}
     for name, table in tomllib.loads(path.read_text(encoding="utf-8")).items():
-        known = {"title", "capabilities", "lines", "gpus", "kernels", "seconds", "tests", "bench"}
+        known = {"title", "capabilities", "lines", "gpus", "kernels", "deepgemm", "seconds", "tests", "bench"}
         if set(table) - known or {"title", "capabilities", "lines", "seconds", "tests"} - set(table):
             raise SuiteError(
                 f"{path.name}: [{name}] has a missing or unknown key: {', '.join(sorted(table))}"
@@ -95,6 +100,7 @@ def load(path: Path = SUITES) -> dict[str, tuple[str, list[Step]]]:
             "lines": tuple(table["lines"]),
             "gpus": table.get("gpus", 1),
             "kernels": table.get("kernels", False),
+            "deepgemm": table.get("deepgemm", False),
             "capabilities": tuple(table["capabilities"]),
         }
         tests = tuple(table["tests"])
@@ -153,6 +159,7 @@ def look(python: str = sys.executable) -> Machine:
         said["kernels"],
         said["torch"],
         driver or "unknown",
+        bool(said.get("deepgemm")),
     )
 
 
@@ -166,4 +173,6 @@ def unsupported(step: Step, machine: Machine) -> str:
         return f"for line {', '.join(step.lines)}; installed is {machine.version}"
     if machine.cards < step.gpus:
         return f"needs {step.gpus} cards, there is {machine.cards}"
+    if step.deepgemm and not machine.deepgemm:
+        return "needs a DeepGEMM with the series' patch (docs/deepgemm.md)"
     return ""
