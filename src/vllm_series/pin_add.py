@@ -6,7 +6,7 @@ from __future__ import annotations
 import re
 import zipfile
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
@@ -84,13 +84,13 @@ def add(ws: Workspace, version: str, sources: Iterable[Path] = (), *, yanked: bo
         path=ws.pins / f"{line}.toml",
     )
     tree = importer.odb(ws).tree_of(importer.import_pin(ws, draft, given))
-    write_atomic(draft.path, render(draft, tree))
-    pin = pins.load_pin(ws, line)
     if not (ws.patches(line) / "series").exists():
         note = f"# Patches of line {line}, in the order in which they are applied: one file name a line.\n"
         write_atomic(ws.patches(line) / "series", note)
-    lock.write(ws, lock.lock_of(ws, stack.current(ws, pin)))
-    return Added(pin, compared)
+    imported = replace(draft, source=replace(draft.source, tree=tree))
+    lock.write(ws, lock.lock_of(ws, stack.current(ws, imported)))
+    write_atomic(draft.path, render(draft, tree))  # last: a run that was killed before can be repeated
+    return Added(pins.load_pin(ws, line), compared)
 
 
 def release(

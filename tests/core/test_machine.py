@@ -13,9 +13,11 @@ import tarfile
 import threading
 from pathlib import Path
 
+import click
 import pytest
 from core_lab import FILES, Project, make_sdist
 
+from vllm_series import cli
 from vllm_series import index as indexing
 from vllm_series.files import unpack_git_archive
 from vllm_series.git import Git
@@ -152,3 +154,16 @@ def test_an_environment_that_fails_fails_its_stage() -> None:
     fake = "series_lines() { echo 0.28.0 0.33.0; }; series() { [ $3 = 0.33.0 ] || return 6; }\n"
     done = subprocess.run(["bash", "-c", fake + body + "run_envs"], check=False)
     assert done.returncode == 6
+
+
+def test_every_command_of_the_series_speaks_json() -> None:
+    cli._register_areas(cli.cli)
+    found = {
+        name
+        for name, command in cli.cli.commands.items()
+        if any("--json" in option.opts for option in command.params)
+    }
+    assert {"fetch", "status", "apply", "export", "lock", "verify", "lint", "wheel", "rebase"} <= found
+    pin = cli.cli.commands["pin"]
+    assert isinstance(pin, click.Group)
+    assert all(any("--json" in option.opts for option in one.params) for one in pin.commands.values())

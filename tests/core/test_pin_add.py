@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from core_lab import COMMIT, FILES, Index, Project, make_sdist, make_wheel
+from core_lab import COMMIT, FILES, Index, Project, die_in_child, make_sdist, make_wheel
 
+from vllm_series import files, lock, pin_add
 from vllm_series.pins import load_pin
 
 
@@ -34,6 +37,27 @@ def test_new_pin_is_complete_and_verifies(release: Project, index: Index) -> Non
     release.series("verify", "0.10.0")
     release.series("apply", "0.10.0")
     assert "0.10.0" in release.series("pin", "list").out
+
+
+@pytest.mark.parametrize("write", ["series", "LOCK", "0.10.0.toml"])
+def test_killed_between_its_files(
+    release: Project, index: Index, monkeypatch: pytest.MonkeyPatch, write: str
+) -> None:
+    """Killed before each of the three files that it writes: the same command again does all of it."""
+
+    def child(die: Callable[[], None]) -> None:
+        def writing(path: Path, data: bytes | str) -> bool:
+            if path.name == write:
+                die()
+            return files.write_atomic(path, data)
+
+        monkeypatch.setattr(pin_add, "write_atomic", writing)
+        monkeypatch.setattr(lock, "write_atomic", writing)
+        pin_add.add(release.ws, "0.10.0")
+
+    assert os.WIFSIGNALED(die_in_child(child))
+    release.series("pin", "add", "0.10.0")
+    release.series("verify", "0.10.0")
 
 
 def test_a_pin_that_is_there_is_not_overwritten(release: Project, index: Index) -> None:
