@@ -91,15 +91,16 @@ def main(argv: list[str] | None = None) -> int:
         "--min-gpus", type=int, default=1, metavar="N", help="only what needs N cards or more"
     )
     parser.add_argument("--tests-only", action="store_true", help="leave the benchmarks out")
+    parser.add_argument("--benches-only", action="store_true", help="leave the tests out")
     parser.add_argument(
         "--seconds", type=float, help="start no step whose estimate does not fit into what is left"
     )
-    parser.add_argument(
-        "--out", type=Path, default=ROOT / "build/gpu-results", help="folder for logs and JSON"
-    )
+    parser.add_argument("--out", type=Path, default=ROOT / "build/gpu-results", help="folder for the JSON")
     args = parser.parse_args(argv)
     try:
         suites = load()
+        if args.benches_only:
+            suites = {n: (t, [s for s in steps if s.command]) for n, (t, steps) in suites.items()}
         if args.list:
             print(listing(suites))
             return 0
@@ -126,7 +127,7 @@ def main(argv: list[str] | None = None) -> int:
                 )
             )
             continue
-        rows.append(run_step(step, machine, out, out / "logs" / f"{step.suite}-{step.name}.log"))
+        rows.append(run_step(step, machine, out, ROOT / "build/gpu-logs" / f"{step.suite}-{step.name}.log"))
         path = store(rows, machine, out)
     print("\n" + table(rows) if rows else "nothing to run: no row fits what was asked for")
     if any(row.state != LEFT_OUT for row in rows):

@@ -8,8 +8,8 @@ from pathlib import Path
 import click
 
 from vllm_series import pins
-from vllm_series.ci import pipeline, refresh, report, shard, steps
-from vllm_series.errors import UsageError
+from vllm_series.ci import patch_table, pipeline, refresh, report, shard, steps
+from vllm_series.errors import CheckFailed, UsageError
 from vllm_series.ui import emit, json_option, say, workspace
 
 
@@ -103,3 +103,19 @@ def shard_command(ctx: click.Context, line: str, index: int, of: int) -> None:
 def report_command(ctx: click.Context) -> None:
     """Print what the steps left under build/ as Markdown, for an annotation."""
     print(report.markdown(workspace(ctx).root / "build"), end="")
+
+
+@ci.command("patch-table")
+@click.option("--write", is_flag=True, help="Put it into docs/patches.md; without it the page is checked.")
+@click.pass_context
+def patch_table_command(ctx: click.Context, write: bool) -> None:
+    """Make the table of all patches from their trailers."""
+    ws = workspace(ctx)
+    if patch_table.update(ws.root / "docs/patches.md", patch_table.table(ws), write=write):
+        print("docs/patches.md has all patches as they are")
+    elif write:
+        print("docs/patches.md: wrote the table")
+    else:
+        raise CheckFailed(
+            "docs/patches.md does not show the patches as they are", fix="series ci patch-table --write"
+        )

@@ -164,7 +164,7 @@ def _gpu(line: str, queue: GpuQueue) -> Step:
         queue=queue.tag,
         minutes=120,
         needs=(f"build-{line}",),
-        artifacts=("build/gpu-results/**/*",),
+        artifacts=("build/gpu-results/**/*", "build/gpu-logs/*"),
     )
 
 
