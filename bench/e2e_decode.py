@@ -1,0 +1,327 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decode in the vLLM engine under several modes of the indexer's overlap: time, overlap, and equal results.
+
+    python bench/e2e_decode.py time  --heads 16 --index-heads 64 --out bench/results/overlap/0.33.0-h200.json
+    python bench/e2e_decode.py check --heads 16 --index-heads 64 --out bench/results/overlap/0.33.0-h200.json
+
+A mode is fixed when a graph is captured, so each round starts one engine per mode, in turn (off, wk, full,
+off, wk, full). One start measures all points. What a start measured is kept in ``--raw`` and not measured
+again: a run that was cut off goes on where it stopped, and rows are made of what is there. ``check`` prefills
+for real, sorts the ids of every top-k and compares the hashes of all logits and all tokens with off.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import e2e_prefill
+
+MODES = ("off", "wk", "full", "auto")
+#: Context of --long-batch, tokens of a cache block, and (batch, context) of the points of a check.
+LONG = 131072
+BLOCK = 64
+CHECKS = [(1, 700), (4, 3000), (16, 3000), (64, 900), (2, 20000)]
+CHECK_STEPS = 16
+
+
+def points(args: argparse.Namespace) -> list[tuple[int, int]]:
+    """Batch and context of every point, in the order in which they are measured."""
+    if args.what == "check":
+        return CHECKS
+    found = [(batch, context) for context in args.context for batch in args.batch]
+    return found + [(batch, LONG) for batch in args.long_batch]
+
+
+def settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What `decode_engine.Engine` needs to know."""
+    wanted = points(args)
+    per_step = 1 + args.mtp
+    room = (CHECK_STEPS if args.what == "check" else args.steps + args.profile + 64) * per_step
+    blocks = max(batch * (-(-(context + room) // BLOCK)) for batch, context in wanted)
+    hf = dict(args.hf_config)
+    if args.index_topk_freq != 1:
+        hf["index_topk_freq"] = args.index_topk_freq
+    # Only the blocks that are used, in case of two cache groups: filling all of a card's memory takes long.
+    llm = {"num_gpu_blocks_override": 2 * blocks + 64} | args.llm
+    if args.mtp:
+        hf["num_nextn_predict_layers"] = 1
+        llm["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.mtp}
+    return {
+        "heads": args.heads,
+        "index_heads": args.index_heads,
+        "layers": args.layers,
+        "max_len": max(context for _, context in wanted) + room + 64,
+        "per_step": per_step,
+        "batches": sorted({batch for batch, _ in wanted}),
+        "graph": args.graph,
+        "hf": hf,
+        "llm": llm,
+    }
+
+
+def environment(mode: str) -> dict[str, str]:
+    return {"VLLM_INDEXER_OVERLAP": mode}
+
+
+def child(args: argparse.Namespace) -> None:
+    """One engine start; the environment is set. Writes what it measured after every point."""
+    import torch
+    from decode_engine import Engine
+
+    engine = Engine(settings(args), filled=args.what == "time", ordered=args.what == "check")
+    import vllm.dsa
+
+    device = torch.cuda.get_device_properties(0)
+    result: dict[str, Any] = {
+        "start_seconds": engine.start_seconds,
+        "graph_MiB": [size / 2**20 for size in engine.graph_bytes],
+        "caches": engine.caches,
+        "card": device.name,
+        "torch": torch.__version__,
+        "overlap": vllm.dsa.info()["features"]["overlap"],
+        "points": {},
+    }
+    for batch, context in points(args):
+        if args.what == "time":
+            found = engine.time(batch, context, args.steps, args.profile)
+        else:
+            found = engine.check(batch, context, CHECK_STEPS)
+        result["points"][f"B={batch} ctx={context}"] = found
+        args.child.write_text(json.dumps(result))
+        print(f"{args.what} B={batch} ctx={context} done", flush=True)
+    result["peak_MiB"] = torch.cuda.max_memory_allocated() / 2**20
+    result["overlap"] = vllm.dsa.info()["features"]["overlap"]
+    result["complete"] = True
+    args.child.write_text(json.dumps(result))
+
+
+def raw_file(args: argparse.Namespace, mode: str, number: int) -> Path:
+    name = (
+        f"{args.what}-{args.line}-{args.heads}-{args.index_heads}-{args.graph}{args.tag}-{mode}-{number}.json"
+    )
+    return Path(args.raw, name)
+
+
+def run_starts(args: argparse.Namespace) -> int:
+    """Start the engines that are still missing, in turn. Returns how many failed."""
+    failed = 0
+    rounds = 1 if args.what == "check" else args.rounds
+    for number in range(rounds):
+        for mode in args.modes:
+            file = raw_file(args, mode, number)
+            if file.is_file() and json.loads(file.read_text()).get("complete"):
+                continue
+            file.parent.mkdir(parents=True, exist_ok=True)
+            command = [sys.executable, __file__, *sys.argv[1:], "--child", str(file)]
+            print(f"start {mode} {number}", flush=True)
+            failed += subprocess.run(command, env=os.environ | environment(mode)).returncode != 0
+    return failed
+
+
+def case(args: argparse.Namespace, mode: str, phase: str, point: str) -> str:
+    """The case of a row; its order is fixed for this feature."""
+    head = f"mode={mode} phase={phase} heads={args.heads} index={args.index_heads} graph={args.graph}"
+    extra = f" freq={args.index_topk_freq}" if args.index_topk_freq != 1 else ""
+    extra += f" mtp={args.mtp}" if args.mtp else ""
+    return f"{head} {point}{extra}{args.tag.replace('-', ' ')}"
+
+
+def starts(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """What was measured, by mode, in the order of the rounds."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for mode in args.modes:
+        files = [raw_file(args, mode, number) for number in range(args.rounds)]
+        found[mode] = [json.loads(file.read_text()) for file in files if file.is_file()]
+    return found
+
+
+def ratio_row(
+    where: str, metric: str, unit: str, a: list[float], b: list[float], runs: int
+) -> dict[str, Any]:
+    """A row of medians over engine starts; ``ratio`` > 1: ours is better."""
+    baseline, ours = statistics.median(a), statistics.median(b)
+    return {
+        "case": where,
+        "metric": metric,
+        "unit": unit,
+        "baseline": baseline,
+        "ours": ours,
+        "ratio": baseline / ours if ours else None,
+        "runs": runs,
+        "baseline_starts": a,
+        "ours_starts": b,
+    }
+
+
+def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of every mode against off, and of off's starts against each other (``mode=off``: the noise)."""
+
+    def values(mode: str, point: str, what: str) -> list[float]:
+        runs = [start["points"][point] for start in found.get(mode, []) if point in start["points"]]
+        return [statistics.median(run[what]) if isinstance(run[what], list) else run[what] for run in runs]
+
+    rows = []
+    for batch, context in points(args):
+        point = f"B={batch} ctx={context}"
+        for mode in args.modes:
+            where = case(args, mode, "decode", point)
+            for what, metric, unit in (
+                ("graph_us", "graph", "us"),
+                ("step_us", "step", "us"),
+                ("block_us", "attention block", "us"),
+            ):
+                try:
+                    off, ours = values("off", point, what), values(mode, point, what)
+                except (KeyError, statistics.StatisticsError):
+                    continue  # eager steps have no graph, a run without --profile no block
+                if mode == "off":
+                    off, ours = off[0::2], off[1::2]
+                if off and ours:
+                    rows.append(ratio_row(where, metric, unit, off, ours, args.steps * len(ours)))
+            if mode == "off" or not args.profile:
+                continue
+            off, ours = values("off", point, "together"), values(mode, point, "together")
+            if off and ours:
+                row = ratio_row(where, "overlap fraction", "1", off, ours, args.profile)
+                rows.append(row | {"ratio": None, "streams": values(mode, point, "streams")})
+    for mode in args.modes:
+        off = [sum(start["graph_MiB"]) for start in found.get("off", [])]
+        ours = [sum(start["graph_MiB"]) for start in found.get(mode, [])]
+        if mode != "off" and off and ours:
+            rows.append(
+                ratio_row(case(args, mode, "decode", "B=all ctx=all"), "graph_MiB", "MiB", off, ours, 1)
+            )
+    return rows
+
+
+def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Two rows per mode and point: share of steps with the bits of off's logits; whether all tokens agree."""
+    rows = []
+    for mode in args.modes:
+        if mode == "off" or not found.get(mode) or not found.get("off"):
+            continue
+        for point, ours in found[mode][0]["points"].items():
+            off = found["off"][0]["points"].get(point)
+            if off is None:
+                continue
+            same = sum(a == b for a, b in zip(off["logits"], ours["logits"], strict=False))
+            share = same / max(len(off["logits"]), len(ours["logits"]))
+            tokens = float(off["tokens"] == ours["tokens"])
+            where = case(args, mode, "check", point)
+            for metric, value in (("equal logits", share), ("equal tokens", tokens)):
+                rows.append(
+                    {
+                        "case": where,
+                        "metric": metric,
+                        "unit": "1",
+                        "baseline": 1.0,
+                        "ours": value,
+                        "ratio": value,
+                        "runs": len(off["logits"]),
+                    }
+                )
+    return rows
+
+
+def varied(start: dict[str, Any]) -> bool:
+    """Whether the model of a check does anything: logits differ from step to step and within a step."""
+    rows = [row.split() for point in start["points"].values() for row in point["logits"]]
+    return len({row[0] for row in rows}) > len(rows) // 2 and all(float(row[1]) > 0 for row in rows)
+
+
+def about(args: argparse.Namespace, start: dict[str, Any]) -> dict[str, Any]:
+    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        driver = subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0]
+    except FileNotFoundError:
+        driver = "unknown"
+    return {
+        "commit": args.commit,
+        "driver": driver,
+        "torch": start.get("torch", "unknown"),
+        "date": datetime.date.today().isoformat(),
+        "layers": args.layers,
+    }
+
+
+def numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",") if part]
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    made.add_argument(
+        "what", choices=["time", "check", "rows"], help="rows: make --out from --raw, start nothing"
+    )
+    made.add_argument("--of", choices=["time", "check"], default="time", help="with rows: of which of them")
+    made.add_argument("--modes", type=lambda text: text.split(","), default=["off", "wk", "full"])
+    made.add_argument("--line", default="0.33.0")
+    made.add_argument("--heads", type=int, default=16)
+    made.add_argument("--index-heads", type=int, default=64)
+    made.add_argument("--layers", type=int, default=3)
+    made.add_argument("--index-topk-freq", type=int, default=1, help="every n-th layer has an indexer")
+    made.add_argument("--mtp", type=int, default=0, metavar="N", help="speculate N tokens with an MTP layer")
+    made.add_argument(
+        "--graph", default="FULL", help="cudagraph_mode: FULL, FULL_AND_PIECEWISE, PIECEWISE, NONE"
+    )
+    made.add_argument("--batch", type=numbers, default=[1, 4, 16, 32, 64])
+    made.add_argument("--context", type=numbers, default=[4096, 8192, 32768])
+    made.add_argument("--long-batch", type=numbers, default=[1, 4], help=f"batches at {LONG} tokens")
+    made.add_argument("--steps", type=int, default=300, help="timed steps per point")
+    made.add_argument("--profile", type=int, default=10, help="profiled steps per point after the timed ones")
+    made.add_argument("--rounds", type=int, default=2, help="engine starts per mode")
+    made.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
+    made.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
+    made.add_argument("--raw", default="build/overlap-raw", help="folder of what each start measured")
+    made.add_argument("--tag", default="", help="appended to the case, such as -mlp=256")
+    made.add_argument("--commit", default="unknown")
+    made.add_argument("--out", type=Path)
+    made.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    return made
+
+
+def main(argv: list[str] | None = None) -> int:
+    made = parser()
+    args = made.parse_args(argv)
+    unknown = [mode for mode in args.modes if mode not in MODES]
+    if unknown or "off" not in args.modes:
+        made.error(f"--modes is a list of {', '.join(MODES)} with off in it, not {','.join(args.modes)}")
+    only_rows = args.what == "rows"
+    args.what = args.of if only_rows else args.what
+    if args.child:
+        child(args)
+        return 0
+    failed = 0 if only_rows else run_starts(args)
+    found = starts(args)
+    if not any(found.values()):
+        print(f"error: {args.raw} holds nothing of this configuration", file=sys.stderr)
+        return 1
+    first = next(start for mode in args.modes for start in found[mode])
+    made_rows = time_rows(args, found) if args.what == "time" else check_rows(args, found)
+    rows = [row | about(args, first) for row in made_rows]
+    for row in rows:
+        print(json.dumps(row))
+    if args.out:
+        e2e_prefill.append(args.out, "overlap", args.line, rows)
+    if failed:
+        print(f"error: {failed} engine starts failed; the same command repeats only those", file=sys.stderr)
+        return 1
+    if args.what == "check":
+        if not varied(first):
+            print("error: the logits do not vary: the model does nothing", file=sys.stderr)
+            return 1
+        return 0 if all(row["ours"] == 1.0 for row in rows) else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

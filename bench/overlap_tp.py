@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Two ranks decode with and without the overlap: same tokens, and no hang.
+
+    python bench/overlap_tp.py --run /tmp/tp --out rows.json        # all of what follows
+    torchrun --nproc-per-node 2 bench/overlap_tp.py --mode off --tokens off.json
+    torchrun --nproc-per-node 2 bench/overlap_tp.py --mode full --tokens full.json
+    python bench/overlap_tp.py --compare off.json full.json --out rows.json
+
+Every rank runs an engine of its own in this process (vLLM's external launcher), so that all ranks seed their
+weights alike. Ids of every top-k are sorted, so that equal selections give equal tokens. A run that takes
+longer than ``--limit`` seconds is a hang: it prints where every thread is and ends with exit code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import faulthandler
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import e2e_prefill
+
+#: Steps, and (batch, context) of what is generated; prompts are prefilled for real.
+STEPS = 200
+POINTS = [(1, 3000), (16, 900), (4, 9000)]
+
+
+def generate(args: argparse.Namespace) -> None:
+    """One rank."""
+    os.environ["VLLM_INDEXER_OVERLAP"] = args.mode
+    from decode_engine import Engine
+
+    world = int(os.environ["WORLD_SIZE"])
+    settings: dict[str, Any] = {
+        "heads": args.heads * world,
+        "index_heads": args.index_heads,
+        "layers": args.layers,
+        "max_len": max(context for _, context in POINTS) + STEPS + 64,
+        "batches": sorted({batch for batch, _ in POINTS}),
+        "graph": args.graph,
+        "per_step": 1,
+        "hf": {},
+        "llm": {
+            "tensor_parallel_size": world,
+            "distributed_executor_backend": "external_launcher",
+            "seed": 0,
+        },
+    }
+    engine = Engine(settings, filled=False, ordered=True)
+    found = {f"B={batch} ctx={context}": engine.check(batch, context, STEPS) for batch, context in POINTS}
+    import torch
+    import vllm.dsa
+
+    if os.environ["RANK"] == "0":
+        about = {"mode": args.mode, "world": world, "points": found, "torch": torch.__version__}
+        about |= {"heads": args.heads, "index_heads": args.index_heads, "graph": args.graph}
+        about["overlap"] = vllm.dsa.info()["features"]["overlap"]
+        args.tokens.write_text(json.dumps(about))
+        print(f"{args.mode}: {STEPS} steps of {len(POINTS)} batches on {world} ranks", flush=True)
+
+
+def compare(off: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
+    """Rows: whether all tokens are equal, and the share of steps with equal logits."""
+    rows = []
+    for point, theirs in off["points"].items():
+        mine = ours["points"][point]
+        head = f"mode={ours['mode']} phase=check heads={ours['heads']} index={ours['index_heads']}"
+        where = f"{head} graph={ours['graph']} {point} tp={ours['world']}"
+        same = sum(a == b for a, b in zip(theirs["logits"], mine["logits"], strict=False))
+        share = same / max(len(theirs["logits"]), len(mine["logits"]), 1)
+        for metric, value in (
+            ("equal tokens", float(theirs["tokens"] == mine["tokens"])),
+            ("equal logits", share),
+        ):
+            row = {
+                "case": where,
+                "metric": metric,
+                "unit": "1",
+                "baseline": 1.0,
+                "ours": value,
+                "ratio": value,
+            }
+            rows.append(row | {"runs": len(theirs["logits"])})
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--mode", choices=["off", "wk", "full"])
+    parser.add_argument("--heads", type=int, default=16, help="per rank")
+    parser.add_argument("--index-heads", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=3)
+    parser.add_argument("--graph", default="FULL_AND_PIECEWISE")
+    parser.add_argument("--limit", type=int, default=280, help="seconds")
+    parser.add_argument("--tokens", type=Path, help="where rank 0 writes what it generated")
+    parser.add_argument(
+        "--run", type=Path, metavar="DIR", help="start off and full on --ranks ranks, compare"
+    )
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--compare", type=Path, nargs=2, metavar=("OFF", "OURS"))
+    parser.add_argument("--line", default="0.33.0")
+    parser.add_argument("--commit", default="unknown")
+    parser.add_argument("--out", type=Path)
+    args = parser.parse_args(argv)
+    if args.run:
+        args.run.mkdir(parents=True, exist_ok=True)
+        args.compare = [args.run / "off.json", args.run / "full.json"]
+        for file in args.compare:
+            command = [
+                sys.executable,
+                "-m",
+                "torch.distributed.run",
+                "--nproc-per-node",
+                str(args.ranks),
+                __file__,
+            ]
+            command += ["--mode", file.stem, "--tokens", str(file), "--graph", args.graph]
+            command += ["--heads", str(args.heads), "--index-heads", str(args.index_heads)]
+            command += ["--layers", str(args.layers), "--limit", str(args.limit)]
+            subprocess.run(command, check=True)
+    if args.compare:
+        off, ours = (json.loads(file.read_text()) for file in args.compare)
+        rows = compare(off, ours)
+        about = {"commit": args.commit, "torch": ours["torch"], "date": datetime.date.today().isoformat()}
+        rows = [row | about for row in rows]
+        for row in rows:
+            print(json.dumps(row))
+        if args.out:
+            e2e_prefill.append(args.out, "overlap", args.line, rows)
+        return 0 if rows and all(row["ours"] == 1.0 for row in rows) else 1
+    if not args.mode or not args.tokens:
+        parser.error("--mode and --tokens are both needed, or --run or --compare")
+
+    faulthandler.dump_traceback_later(args.limit, exit=True)  # a thread of its own: works inside a CUDA call
+    generate(args)
+    faulthandler.cancel_dump_traceback_later()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

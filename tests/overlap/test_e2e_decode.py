@@ -1,0 +1,218 @@
+"""bench/e2e_decode.py, its engine and bench/overlap_tp.py, as far as they run without an engine."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+BENCH = Path(__file__).resolve().parents[2] / "bench"
+
+
+@pytest.fixture(autouse=True)
+def bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCH))
+
+
+@pytest.fixture
+def decode() -> ModuleType:
+    return importlib.import_module("e2e_decode")
+
+
+@pytest.fixture
+def engine() -> ModuleType:
+    return importlib.import_module("decode_engine")
+
+
+def start(points: dict[str, dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"points": points, "graph_MiB": [100.0, 20.0], "torch": "2.14.0", "complete": True} | more
+
+
+def timed(graph: float, block: float = 50.0, together: float = 0.0) -> dict[str, Any]:
+    found = {"graph_us": [graph - 1, graph, graph + 9], "step_us": graph + 500, "block_us": block}
+    return found | {"together": together, "streams": 2, "steps": 3}
+
+
+def arguments(decode: ModuleType, tmp_path: Path, *more: str) -> Any:
+    command = ["time", "--batch", "4", "--context", "4096", "--long-batch", "", "--raw", str(tmp_path), *more]
+    return decode.parser().parse_args(command)
+
+
+def test_points_and_what_the_engine_is_told(decode: ModuleType) -> None:
+    args = decode.parser().parse_args(["time"])
+    assert decode.points(args)[:6] == [(1, 4096), (4, 4096), (16, 4096), (32, 4096), (64, 4096), (1, 8192)]
+    assert decode.points(args)[-2:] == [(1, 131072), (4, 131072)] and len(decode.points(args)) == 17
+    told = decode.settings(args)
+    assert told["batches"] == [1, 4, 16, 32, 64] and told["max_len"] > 131072 + 300 + 10
+    needed = 64 * (32768 + 300 + 10) // 64
+    assert told["llm"]["num_gpu_blocks_override"] > 2 * needed
+    args = decode.parser().parse_args(["check", "--mtp", "2", "--index-topk-freq", "4"])
+    told = decode.settings(args)
+    assert decode.points(args) == decode.CHECKS and told["per_step"] == 3
+    assert told["hf"] == {"index_topk_freq": 4, "num_nextn_predict_layers": 1}
+    assert told["llm"]["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 2}
+
+
+def test_cases_are_as_the_results_format_has_them(decode: ModuleType) -> None:
+    args = decode.parser().parse_args(["time"])
+    point = "B=16 ctx=4096"
+    want = "mode=auto phase=decode heads=16 index=64 graph=FULL B=16 ctx=4096"
+    assert decode.case(args, "auto", "decode", point) == want
+    args = decode.parser().parse_args(["time", "--mtp", "1", "--index-topk-freq", "4", "--tag=-mlp=256"])
+    assert decode.case(args, "auto", "decode", point) == f"{want} freq=4 mtp=1 mlp=256"
+
+
+def test_rows_are_medians_over_starts_and_off_is_its_own_control(decode: ModuleType, tmp_path: Path) -> None:
+    args = arguments(decode, tmp_path)
+    key = "B=4 ctx=4096"
+    found = {
+        "off": [start({key: timed(100)}), start({key: timed(104)})],
+        "wk": [start({key: timed(98)})],
+        "full": [start({key: timed(90, 40, 0.5)}), start({key: timed(94, 42, 0.7)})],
+    }
+    rows = {(row["case"].split()[0], row["metric"]): row for row in decode.time_rows(args, found)}
+    full = rows["mode=full", "graph"]
+    assert (full["baseline"], full["ours"], full["ratio"]) == (102, 92, pytest.approx(102 / 92))
+    assert full["baseline_starts"] == [100, 104] and full["runs"] == 2 * args.steps
+    assert rows["mode=off", "graph"]["ratio"] == pytest.approx(100 / 104)
+    assert rows["mode=full", "attention block"]["ratio"] == pytest.approx(50 / 41)
+    assert rows["mode=full", "step"]["ours"] == 592
+    assert rows["mode=full", "overlap fraction"]["ours"] == pytest.approx(0.6)
+    assert rows["mode=full", "overlap fraction"]["ratio"] is None
+    assert rows["mode=wk", "graph_MiB"]["ours"] == 120.0
+    json.dumps(list(rows.values()), allow_nan=False)
+
+
+def test_eager_starts_have_no_graph_rows(decode: ModuleType, tmp_path: Path) -> None:
+    args = arguments(decode, tmp_path, "--profile", "0", "--modes", "off,full")
+    eager = {"graph_us": [], "step_us": 900.0, "steps": 3}
+    point = {"B=4 ctx=4096": eager}
+    rows = decode.time_rows(args, {"off": [start(point)], "full": [start(point)]})
+    assert [row["metric"] for row in rows] == ["step", "graph_MiB"]
+
+
+def checked(*hashes: str, tokens: int = 5) -> dict[str, Any]:
+    return {"logits": [f"{name} 1.5" for name in hashes], "tokens": [[tokens]]}
+
+
+def test_check_rows_count_steps_with_equal_bits(decode: ModuleType, tmp_path: Path) -> None:
+    args = arguments(decode, tmp_path)
+    found = {
+        "off": [start({"B=1 ctx=700": checked("a", "b")})],
+        "wk": [start({"B=1 ctx=700": checked("a", "b")})],
+        "full": [start({"B=1 ctx=700": checked("a", "c", tokens=6)})],
+    }
+    rows = [(row["case"].split()[0], row["metric"], row["ours"]) for row in decode.check_rows(args, found)]
+    assert rows == [
+        ("mode=wk", "equal logits", 1.0),
+        ("mode=wk", "equal tokens", 1.0),
+        ("mode=full", "equal logits", 0.5),
+        ("mode=full", "equal tokens", 0.0),
+    ]
+    assert decode.varied(found["off"][0])
+    assert not decode.varied(start({"p": checked("a", "a", "a", "a")}))
+    assert not decode.varied(start({"p": {"logits": ["a 0"], "tokens": []}}))
+
+
+CHILD = """
+import json, os, sys
+from pathlib import Path
+log = Path(sys.argv[sys.argv.index("--raw") + 1], "log")
+file = Path(sys.argv[sys.argv.index("--child") + 1])
+mode = os.environ["VLLM_INDEXER_OVERLAP"]
+log.write_text((log.read_text() if log.exists() else "") + mode + " ")
+if mode == "full" and not Path(log.parent, "works").exists():
+    sys.exit(1)
+point = {"graph_us": [1.0], "step_us": 1.0}
+file.write_text(json.dumps({"points": {"B=4 ctx=4096": point}, "graph_MiB": [], "complete": True}))
+"""
+
+
+def test_starts_take_turns_and_what_is_measured_is_not_measured_again(
+    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake = tmp_path / "fake.py"
+    fake.write_text(CHILD)
+    monkeypatch.setattr(decode, "__file__", str(fake))
+    out = tmp_path / "overlap" / "rows.json"
+    raw = tmp_path / "raw"
+    command = ["time", "--batch", "4", "--context", "4096", "--long-batch", "", "--profile", "0"]
+    command += ["--raw", str(raw), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["e2e_decode.py", *command])
+    assert decode.main(command) == 1
+    assert "2 engine starts failed" in capsys.readouterr().err
+    assert (raw / "log").read_text() == "off wk full off wk full "
+    (raw / "works").touch()
+    assert decode.main(command) == 0
+    assert (raw / "log").read_text() == "off wk full off wk full full full "
+    rows = json.loads(out.read_text())["rows"]
+    assert {row["case"].split()[0] for row in rows} == {"mode=off", "mode=wk", "mode=full"}
+    assert decode.main(["rows", *command[1:]]) == 0
+    assert (raw / "log").read_text() == "off wk full off wk full full full "
+
+
+def test_off_is_needed(decode: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
+    for modes in ("wk,full", "off,fast"):
+        with pytest.raises(SystemExit) as stopped:
+            decode.main(["time", "--modes", modes])
+        assert stopped.value.code == 2 and "with off in it" in capsys.readouterr().err
+
+
+# --- the engine's arithmetic
+
+
+def kernel(name: str, at: float, took: float, stream: int = 7) -> dict[str, Any]:
+    return {"name": name, "ts": at, "dur": took, "args": {"stream": stream}, "cat": "kernel"}
+
+
+def test_a_trace_is_read_block_by_block(engine: ModuleType) -> None:
+    layer = [
+        kernel("void vllm::fused_add_rms_norm_kernel", 0, 2),
+        kernel("gemm qkv_a", 2, 10),
+        kernel("gemm wk", 4, 6, stream=9),
+        kernel("_fused_norm_rope_kernel", 12, 3),
+        kernel("gemm o_proj", 15, 5),
+        kernel("void vllm::fused_add_rms_norm_kernel", 20, 2),
+        kernel("gemm mlp", 22, 30),
+        kernel("gemm shared experts", 23, 30, stream=9),
+    ]
+    second = [event | {"ts": event["ts"] + 60} for event in layer]
+    found = engine.look([*second, *layer])
+    assert found == {"blocks": 2, "streams": 2, "block_us": 18, "together": pytest.approx(6 / 18)}
+    assert engine.look([kernel("gemm", 0, 1)]) == {"blocks": 0, "streams": 1}
+
+
+def test_time_together(engine: ModuleType) -> None:
+    assert engine.together([kernel("a", 0, 10), kernel("b", 10, 10)]) == 0
+    assert engine.together([kernel("a", 0, 10), kernel("b", 5, 10), kernel("c", 6, 2)]) == 5
+
+
+def test_prompts_differ_and_repeat(engine: ModuleType) -> None:
+    assert engine.prompt(50, 3) == engine.prompt(50, 3) != engine.prompt(50, 4)
+    assert len(engine.prompt(50, 3)["prompt_token_ids"]) == 50
+
+
+# --- two ranks
+
+
+def test_two_ranks_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tp = importlib.import_module("overlap_tp")
+    about = {"world": 2, "heads": 16, "index_heads": 64, "graph": "FULL", "torch": "2.14.0"}
+    for mode, name in (("off", "a"), ("full", "a"), ("wk", "b")):
+        data = about | {"mode": mode, "points": {"B=1 ctx=3000": checked(name, tokens=ord(name))}}
+        (tmp_path / f"{mode}.json").write_text(json.dumps(data))
+    off, full, wk = (str(tmp_path / f"{mode}.json") for mode in ("off", "full", "wk"))
+    out = tmp_path / "rows.json"
+    assert tp.main(["--compare", off, full, "--out", str(out)]) == 0
+    assert tp.main(["--compare", off, wk]) == 1
+    rows = json.loads(out.read_text())["rows"]
+    assert rows[0]["case"] == "mode=full phase=check heads=16 index=64 graph=FULL B=1 ctx=3000 tp=2"
+    assert [row["ours"] for row in rows] == [1.0, 1.0]
+    with pytest.raises(SystemExit):
+        tp.main(["--mode", "off"])
+    assert "--tokens" in capsys.readouterr().err

@@ -1,0 +1,103 @@
+"""bench/overlap_table.py: from measured rows to what ``auto`` knows."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import runpy
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
+    return importlib.import_module("overlap_table")
+
+
+def results(folder: Path, ratios: dict[tuple[str, int], list[float]], graph: str = "FULL") -> None:
+    """Rows of one card: (mode, batch) -> ratios at 4k, 8k and 32k."""
+    rows: list[dict[str, Any]] = []
+    for (mode, batch), found in ratios.items():
+        for context, ratio in zip((4096, 8192, 32768), found, strict=False):
+            case = f"mode={mode} phase=decode heads=16 index=64 graph={graph} B={batch} ctx={context}"
+            rows.append({"case": case, "metric": "graph", "ratio": ratio})
+            rows.append({"case": case, "metric": "step", "ratio": 9.0})
+            rows.append({"case": f"{case} freq=4", "metric": "graph", "ratio": 9.0})
+    folder.mkdir(exist_ok=True)
+    (folder / "0.33.0-h200.json").write_text(json.dumps({"line": "0.33.0", "card": "h200", "rows": rows}))
+
+
+def choices(table: ModuleType, folder: Path) -> dict[int, str]:
+    return {
+        batch: point.choice() for points in table.read(folder).values() for batch, point in points.items()
+    }
+
+
+def test_the_stored_table_is_what_the_results_give(table: ModuleType) -> None:
+    assert table.main(["--check"]) == 0
+
+
+def test_a_choice_is_slower_nowhere_and_clearly_faster(table: ModuleType, tmp_path: Path) -> None:
+    results(
+        tmp_path,
+        {
+            ("wk", 1): [1.02, 1.02, 1.01],
+            ("full", 1): [1.06, 1.05, 1.02],  # the best
+            ("wk", 4): [1.02, 1.02, 1.01],  # the best that loses nowhere
+            ("full", 4): [0.97, 1.09, 1.09],
+            ("wk", 16): [1.003, 1.004, 1.002],  # within half a percent
+            ("full", 16): [1.06, 1.05],  # too few contexts
+            ("off", 32): [0.98, 1.01, 1.0],  # noise of 2 percent
+            ("full", 32): [0.99, 1.019, 1.018],
+            ("off", 64): [0.98, 1.01, 1.0],
+            ("full", 64): [0.985, 1.05, 1.04],
+        },
+    )
+    assert choices(table, tmp_path) == {1: "full", 4: "wk", 16: "off", 32: "off", 64: "full"}
+
+
+def test_the_newest_row_of_a_case_counts(table: ModuleType, tmp_path: Path) -> None:
+    results(tmp_path, {("full", 1): [1.06, 1.05, 1.02]})
+    file = tmp_path / "0.33.0-h200.json"
+    data = json.loads(file.read_text())
+    data["rows"] += [row | {"ratio": 0.9} for row in data["rows"]]
+    file.write_text(json.dumps(data))
+    assert choices(table, tmp_path) == {1: "off"}
+
+
+def test_what_is_written_is_what_auto_reads(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    results(tmp_path / "results", {("full", 1): [1.06, 1.05, 1.02], ("wk", 16): [1.0, 1.0, 1.0]})
+    written = tmp_path / "measured.py"
+    written.write_text("")
+    where = ["--results", str(tmp_path / "results"), "--table", str(written)]
+    assert table.main([*where, "--check"]) == 1
+    assert "--write" in capsys.readouterr().err
+    assert table.main([*where, "--write"]) == 0 and table.main([*where, "--check"]) == 0
+    monkeypatch.syspath_prepend(str(ROOT / "overlay"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    (entry,) = runpy.run_path(str(written))["MEASURED"]
+    assert (entry.line, entry.card, entry.heads, entry.index_heads, entry.graph) == (
+        "0.33.0",
+        "h200",
+        16,
+        64,
+        "FULL",
+    )
+    assert [entry.mode(tokens).value for tokens in (1, 2, 16, 64)] == ["full", "off", "off", "off"]
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_nothing_better_than_off_gives_no_entry(table: ModuleType, tmp_path: Path) -> None:
+    results(tmp_path, {("full", 1): [0.9, 0.9, 0.9]})
+    assert "MEASURED: tuple[Entry, ...] = ()" in table.text(table.entries(table.read(tmp_path)))
