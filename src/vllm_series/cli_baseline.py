@@ -379,7 +379,8 @@ def diff_command(
                 rows[mode] = store.diff_row(diff, patched, which, commit)
                 found.append((diff, (upstream, patched)))
                 if keep:  # after each mode: a long run that is cut off has stored what it knows
-                    store.write(ws, upstream, rows, card_name(upstream.fingerprint.get("gpu")))
+                    also = None if saved else Run.load(session.result_path("upstream"))
+                    store.write(ws, upstream, rows, card_name(upstream.fingerprint.get("gpu")), also)
     failing = [diff for diff, _ in found if diff.failing()]
     if as_json:
         emit({"ok": not failing, "diffs": [render.as_json(diff, runs) for diff, runs in found]}, as_json=True)

@@ -17,7 +17,7 @@ from vllm_series.baseline import quarantine, render, store
 from vllm_series.baseline.device_kit import make_kit
 from vllm_series.baseline.diff import Diff
 from vllm_series.baseline.diff import quarantine as mark
-from vllm_series.baseline.gpu_plan import FILE_S, GpuPlan, card_name, gpu_plan, named
+from vllm_series.baseline.gpu_plan import FILE_S, FLOOR, GpuPlan, card_name, gpu_plan, named
 from vllm_series.baseline.outcome import Run
 from vllm_series.baseline.plan import Plan, make_plan
 from vllm_series.baseline.select import chosen, split_modes
@@ -87,8 +87,11 @@ def print_lease(plan: Plan, found: GpuPlan) -> None:
         print(
             f"{one.weight:6.3f} {one.expected:6.0f} s  {limit:19} {one.path}  < {reaches.get(one.path, '')}"
         )
-    for one in found.dropped:
+    telling = [one for one in found.dropped if one.weight >= FLOOR]
+    for one in telling:
         print(f"# does not fit into the time: {one.path} ({one.weight:.3f}, {one.expected:.0f} s)")
+    if len(found.dropped) > len(telling):
+        print(f"# nor do {len(found.dropped) - len(telling)} files of less relevance than {FLOOR}")
 
 
 @click.command("gpu-kit")

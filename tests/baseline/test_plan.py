@@ -10,6 +10,7 @@ import pytest
 
 from vllm_series.baseline import needs, store
 from vllm_series.baseline.ci_steps import matching, named_tests
+from vllm_series.baseline.diff import compare
 from vllm_series.baseline.imports import HUB, Graph, build_graph, imported
 from vllm_series.baseline.needs import Need
 from vllm_series.baseline.outcome import FileRun, Node, Run
@@ -206,6 +207,50 @@ def test_store_round_trip(tmp_path: Path) -> None:
     with pytest.raises(CheckFailed, match="not a stored result"):
         store.read(ws, "0.0.0")
     assert store.read(ws, "9.9.9") == {}
+
+
+def test_store_keeps_what_this_run_did_not_run(tmp_path: Path) -> None:
+    """Times and needs of other files, and modes that were not run again, outlive a later full run."""
+    ws = Workspace(tmp_path)
+
+    def run(date: str, **files: str) -> Run:
+        made = Run("0.0.0", "upstream", "t", {}, {"cpu": "x"}, date=f"{date}T00:00:00+00:00")
+        for name, outcome in files.items():
+            nodes = {f"{name}::x": Node(outcome)}
+            made.files[f"tests/{name}.py"] = FileRun(1.0, 1.0, 1, nodes)
+        return made
+
+    store.write(ws, run("2026-01-01", a="failed", b="passed"), {"off": {"ok": True}, "on": {"ok": True}})
+    also = run("2026-01-02", a="passed", c="passed", d="skipped")
+    path = store.write(ws, run("2026-01-02", a="passed", c="passed"), {"on": {"ok": False}}, also=also)
+    data = json.loads(path.read_text())
+    assert {name: row.get("from") for name, row in data["files"].items()} == {
+        "tests/a.py": None,
+        "tests/b.py": "2026-01-01",
+        "tests/c.py": None,
+        "tests/d.py": None,
+    }
+    assert store.read(ws, "0.0.0")["tests/a.py"].counts == {"passed": 1}
+    assert data["totals"] == {"passed": 2}  # of the set, not of everything that is kept
+    assert data["diffs"] == {"off": {"ok": True}, "on": {"ok": False}}
+
+
+def test_stored_diff_says_what_ran_and_what_differs() -> None:
+    before = {
+        "tests/a.py::x": Node("passed"),
+        "tests/a.py::y": Node("left_out"),
+        "tests/a.py::z": Node("passed"),
+    }
+    after = {**before, "tests/a.py::x": Node("crash", "SIGSEGV"), "tests/a.py::z": Node("not_run")}
+    one, two = (Run("0.0.0", mode, "t", {}, {}, date="2026-01-01") for mode in ("upstream", "on"))
+    one.files = {"tests/a.py": FileRun(nodes=before), "tests/b.py": FileRun()}
+    two.files = {"tests/a.py": FileRun(nodes=after)}
+    found = compare(one, two, exact=False, planned=["tests/a.py", "tests/b.py", "tests/c.py"])
+    row = store.diff_row(found, two, "full", "c0ffee")
+    assert row["files"] == "1 of 3" and row["unreached"] == ["tests/b.py", "tests/c.py"]
+    assert row["compared"] == 1 and row["counts"] == {"REGRESSION": 1, "NOT_COMPARED": 1, "SAMPLED": 1}
+    assert row["differs"] == {"tests/a.py::x": "REGRESSION: passed / crash SIGSEGV"}
+    assert row["ok"] is False and row["commit"] == "c0ffee" and row["set"] == "full"
 
 
 def test_stored_results_are_readable_and_small() -> None:

@@ -231,11 +231,16 @@ class Session:
             shutil.rmtree(self.root / "scratch" / _safe(name), ignore_errors=True)
 
 
+_MADE_OF = ("pins", "patches", "overlay")
+
+
 def commit_of(ws: Workspace) -> str:
-    """The checkout's commit, with ``+`` if files differ from it; empty outside of a git checkout."""
+    """The last commit that changed what patched trees are made of, with ``+`` if the checkout differs from it
+    there; empty without git. (A later commit of anything else gives the same trees.)"""
     try:
         git = Git(ws.root)
-        return git.out("rev-parse", "HEAD") + ("+" if git.out("status", "--porcelain", "-uno") else "")
+        changed = git.out("status", "--porcelain", "-uno", "--", *_MADE_OF)
+        return git.out("log", "-1", "--format=%H", "--", *_MADE_OF) + ("+" if changed else "")
     except CheckFailed:
         return ""
 

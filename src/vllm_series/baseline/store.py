@@ -78,18 +78,27 @@ def _brief(node: Node | None) -> str:
     return "absent" if node is None else f"{node.outcome} {node.reason[:60]}".strip()
 
 
-def write(ws: Workspace, run: Run, diffs: dict[str, dict[str, Any]], card: str = "cpu") -> Path:
+def write(
+    ws: Workspace, run: Run, diffs: dict[str, dict[str, Any]], card: str = "cpu", also: Run | None = None
+) -> Path:
     """Store a full upstream run and, by mode, what each patched run differed in.
 
     Files of the stored result that this run does not hold stay, marked with where they are ``from``: the
     plan needs their seconds and needs when a patch reaches them again. So do modes that did not run now.
+
+    Args:
+        ws: the checkout.
+        run: upstream's run of the set.
+        diffs: by mode, from `diff_row`.
+        card: ``cpu``, or the GPU's name.
+        also: the saved run of the same tree with further files, of other sets: their rows are stored too.
     """
     path = store_path(ws, run.line, card)
     path.parent.mkdir(parents=True, exist_ok=True)
     old: dict[str, Any] = _load(ws, path) if path.is_file() else {"files": {}, "diffs": {}, "date": ""}
     rows = {
         name: {"s": one.seconds, "n": one.counts, **({"why": one.reasons} if one.reasons else {})}
-        for name, one in summarise(run).items()
+        for name, one in (summarise(also) | summarise(run) if also else summarise(run)).items()
     }
     kept = {name: {"from": old["date"][:10], **row} for name, row in old["files"].items() if name not in rows}
     rows = dict(sorted({**kept, **rows}.items()))
