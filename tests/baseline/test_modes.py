@@ -33,7 +33,7 @@ def registry(tmp_path: Path) -> Path:
     for name, text in {
         "dsa/features.py": f"KNOWN = ({', '.join(rows)})\n",
         "dsa/overlap/feature.py": own,
-        "dsa/topk/feature.py": 'FEATURE = Feature("topk", "t", ("VLLM_TOPK",))\n',
+        "dsa/topk/feature.py": 'from .switch import MAIN\nFEATURE = Feature("topk", "t", (MAIN,))\n',
         "dsa/later/__init__.py": "",
         "envs.py": "if TYPE_CHECKING:\n    " + "\n    ".join(envs) + "\n",
     }.items():

@@ -27,7 +27,8 @@ class Mode:
 def features(tree: Path) -> dict[str, str]:
     """Return ``{feature: main switch}`` of the registry in a patched tree (``vllm/dsa/features.py``),
     unexecuted."""
-    return _rows(tree / "vllm" / "dsa" / "features.py")
+    rows = _rows(tree / "vllm" / "dsa" / "features.py")
+    return {name: switch for name, switch in rows.items() if switch}
 
 
 def shipped(tree: Path) -> dict[str, str]:
@@ -38,13 +39,16 @@ def shipped(tree: Path) -> dict[str, str]:
     found: dict[str, str] = {}
     for name, switch in features(tree).items():
         own = _rows(tree / "vllm" / "dsa" / name / "feature.py")
-        if own:
-            found[name] = own.get(name, switch)
+        if name in own:
+            found[name] = own[name] or switch
     return found
 
 
 def _rows(source: Path) -> dict[str, str]:
-    """``{name: first switch}`` of the ``Feature(...)`` calls in a file; module constants are looked up."""
+    """``{name: first switch}`` of the ``Feature(...)`` calls in a file; module constants are looked up.
+
+    The switch is empty where it is imported from elsewhere.
+    """
     if not source.is_file():
         return {}
     tree = ast.parse(source.read_text(encoding="utf-8"))
@@ -64,9 +68,9 @@ def _rows(source: Path) -> dict[str, str]:
             for one in ast.walk(argument):
                 named = constants.get(one.id) if isinstance(one, ast.Name) else one
                 words += [named.value] if isinstance(named, ast.Constant) else []
-        switch = next((one for one in words if isinstance(one, str) and one.startswith("VLLM_")), None)
-        if switch and isinstance(words[0], str):
-            found[words[0]] = switch
+        switches = [one for one in words if isinstance(one, str) and one.startswith("VLLM_")]
+        if words and isinstance(words[0], str):
+            found[words[0]] = switches[0] if switches else ""
     return found
 
 
