@@ -14,6 +14,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import plots  # noqa: E402
 
+from vllm_series import pins  # noqa: E402
+from vllm_series.workspace import Workspace  # noqa: E402
+
 
 def pages(root: Path) -> list[Path]:
     return sorted(path for path in (root / "docs").glob("*.md") if path.name != "README.md")
@@ -78,3 +81,14 @@ def test_the_newest_row_of_a_case_counts(tmp_path: Path) -> None:
     assert [(x, one["ours"]) for x, one in plots.points(plot, tmp_path)["a"]] == [(1, 1.0), (2, 0.5)]
     with pytest.raises(SystemExit, match="no row"):
         plots.points(dataclasses.replace(plot, metric="bytes"), tmp_path)
+
+
+def test_versions_that_operations_names_are_those_of_the_pins(root: Path) -> None:
+    ws = Workspace(root)
+    text = (root / "docs/operations.md").read_text()
+    container = (root / "ci/Containerfile").read_text()
+    for line in pins.lines(ws):
+        pin = pins.load_pin(ws, line)
+        assert f"| `{pin.wheel_version}` | vLLM {pin.version} | {pin.torch} |" in text
+        if pin.role == "current":
+            assert f"ARG VERSION={pin.version}\n" in container and f"ARG DSA={pin.dsa}\n" in container
