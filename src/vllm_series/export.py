@@ -130,7 +130,8 @@ def collect(ws: Workspace, store: Git, base: str, head: str, line: str) -> list[
 
 
 def _squash(ws: Workspace, store: Git, base: str, head: str, line: str) -> str:
-    with scratch.work_tree(store, ws, head, f"export-{line}") as tree:
+    touched = set(store.paths("log", "-z", "--format=", "--name-only", "--no-renames", f"{base}..{head}"))
+    with scratch.work_tree(store, ws, head, f"export-{line}", sorted(touched)) as tree:
         # An editor that changes nothing leaves git's own remarks in a squashed message; "#" may start a
         # user's line.
         tree = tree.with_config(commit_cleanup="strip", core_commentChar="\x1f")

@@ -17,15 +17,22 @@ from pathlib import Path
 
 from vllm_series.errors import NeedsPerson
 
-_held: set[int] = set()
-_guard = threading.Lock()
+
+class _Held(threading.local):
+    """Descriptors of the locks that this thread holds. A child of another thread must not be handed them:
+    they may be closed before it starts."""
+
+    def __init__(self) -> None:
+        self.descriptors: set[int] = set()
+
+
+_held = _Held()
 WAIT_SECONDS = 600.0
 
 
 def held() -> tuple[int, ...]:
-    """Return the descriptors of the locks that this process holds, to be passed on to children."""
-    with _guard:
-        return tuple(_held)
+    """Return the descriptors of the locks that this thread holds, to be passed on to its children."""
+    return tuple(_held.descriptors)
 
 
 @contextmanager
@@ -40,12 +47,10 @@ def locked(path: Path, *, wait: float | None = None) -> Iterator[None]:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         _take(fd, path, wait)
-        with _guard:
-            _held.add(fd)
+        _held.descriptors.add(fd)
         yield
     finally:
-        with _guard:
-            _held.discard(fd)
+        _held.descriptors.discard(fd)
         os.close(fd)
 
 

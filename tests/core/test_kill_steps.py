@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from core_lab import Project
 from kill_scenes import SCENES, Scene
 from kills import Killer
 
-from vllm_series import files, scratch
+from vllm_series import files, lock_file, scratch
 
 
 @pytest.fixture(scope="module")
@@ -103,3 +104,12 @@ def test_temporary_file_of_a_killed_write_goes_and_that_of_a_living_one_stays(tm
         files.write_atomic(folder / "a.txt", "whole")
         there = {path.name for path in folder.iterdir()}
     assert there == {"a.txt", ".b.txt.12345678.tmp", Path(living).name}
+
+
+def test_children_inherit_the_locks_of_their_own_thread_alone(tmp_path: Path) -> None:
+    """`series verify` checks two lines in two threads: a lock that one gives back while the other starts git
+    would be a bad descriptor there."""
+    with ThreadPoolExecutor(1) as other, lock_file.locked(tmp_path / "mine"):
+        assert len(lock_file.held()) == 1
+        assert other.submit(lock_file.held).result() == ()
+    assert lock_file.held() == ()
