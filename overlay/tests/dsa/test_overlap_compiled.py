@@ -659,6 +659,29 @@ def test_the_split_graph_survives_pickling(graphs, mode: str):
         assert cases.text(getattr(again, name)) == cases.text(module)
 
 
+def test_inductor_keeps_the_order_and_copies_nothing():
+    """The code for an H200, generated without one: norm, fork, product, join, in place and in this order."""
+    tree = str(Path(cases.__file__).parents[2])
+    env = os.environ | {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
+    script = Path(cases.__file__).with_name("overlap_compiled_inductor.py")
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    code = done.stdout.split("CODE\n", 1)[1]
+    steps = re.findall(
+        r"triton_\w+\.run|extern_kernels\.\w+\(.*\)|torch\.ops\.vllm\.\w+\.default\(.*\)", code
+    )
+    x = re.fullmatch(r"torch\.ops\.vllm\.dsa_wk_fork\.default\((buf\d+), 192, arg\d+_1\)", steps[1])[1]
+    qkv = re.fullmatch(rf"extern_kernels\.mm\({x}, arg\d+_1, out=(buf\d+)\)", steps[2])[1]
+    join = rf"torch\.ops\.vllm\.dsa_wk_join\.default\({x}, {qkv}, 192, arg\d+_1\)"
+    assert steps[0].startswith("triton_") and re.fullmatch(join, steps[3])
+    assert not any("dsa_wk" in step or "mm(" in step for step in steps[4:])
+    # x is written once, by the norm, and neither copied nor given up before the join.
+    before = code[: code.index("dsa_wk_join.default(")]
+    assert len(re.findall(rf"^ *{x} = ", code, re.M)) == 1 and f"del {x}\n" not in before
+    assert "copy_(" not in code and "clone" not in code
+
+
 @pytest.mark.parametrize("tokens", [1, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_fake_join_has_the_shape_and_strides_of_the_real_one(device: Device, tokens: int, dtype):
