@@ -14,7 +14,6 @@ import torch._inductor.config as inductor_config
 import torch._inductor.fx_passes.joint_graph as joint_graph
 import torch._inductor.fx_passes.post_grad as post_grad
 import triton
-import vllm.dsa.overlap.compiled.ops  # noqa: F401  (registers the ops)
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering

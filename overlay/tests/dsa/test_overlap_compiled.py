@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap on the compiled line without a GPU: order, lifetimes, gates, graphs; streams are doubles."""
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -547,17 +549,21 @@ def graphs():
     return found
 
 
+def script(name: str, *arguments: str, tree: Path = Path(cases.__file__).parents[2], **variables: str) -> str:
+    """Run one of the scripts beside this file on a tree; returns what it printed."""
+    env = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"} | variables
+    command = [sys.executable, str(Path(cases.__file__).with_name(name)), *arguments]
+    done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
 def test_off_is_upstreams_graph(graphs):
     pristine = os.environ.get("PRISTINE_TREE")
     if pristine is None:
         pytest.skip("needs the pristine tree beside the patched one (series overlay-test)")
-    script = Path(__file__).with_name("overlap_compiled_graph.py")
-    env = os.environ | {"PYTHONPATH": pristine, "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run(
-        [sys.executable, str(script)], env=env, cwd=pristine, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    upstreams = done.stdout.split("GRAPH\n", 1)[1].strip()
+    shown = script("overlap_compiled_graph.py", tree=Path(pristine))
+    upstreams = shown.split("GRAPH\n", 1)[1].strip()
     assert "unified_mla_attention_with_output" in upstreams
     assert cases.text(graphs["off"]) == upstreams
 
@@ -661,13 +667,7 @@ def test_the_split_graph_survives_pickling(graphs, mode: str):
 
 def test_inductor_keeps_the_order_and_copies_nothing():
     """The code for an H200, generated without one: norm, fork, product, join, in place and in this order."""
-    tree = str(Path(cases.__file__).parents[2])
-    env = os.environ | {"PYTHONPATH": tree, "PYTHONDONTWRITEBYTECODE": "1"}
-    script = Path(cases.__file__).with_name("overlap_compiled_inductor.py")
-    command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    code = done.stdout.split("CODE\n", 1)[1]
+    code = script("overlap_compiled_inductor.py").split("CODE\n", 1)[1]
     steps = re.findall(
         r"triton_\w+\.run|extern_kernels\.\w+\(.*\)|torch\.ops\.vllm\.\w+\.default\(.*\)", code
     )
@@ -680,6 +680,23 @@ def test_inductor_keeps_the_order_and_copies_nothing():
     before = code[: code.index("dsa_wk_join.default(")]
     assert len(re.findall(rf"^ *{x} = ", code, re.M)) == 1 and f"del {x}\n" not in before
     assert "copy_(" not in code and "clone" not in code
+
+
+@pytest.mark.timeout(1800)  # two processes that compile: a minute on an idle machine
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_the_compiled_model_is_saved_and_works_in_a_new_process(tmp_path: Path):
+    """vLLM's own backend with Inductor: pieces, one artifact, reload; the reloaded graph forks as before."""
+    runs = []
+    for _ in range(2):
+        out = script("overlap_compiled_aot.py", "full", VLLM_CACHE_ROOT=str(tmp_path))
+        runs += [json.loads(line) for line in out.splitlines() if line.startswith("{")]
+    cold, warm = runs
+    assert (cold["num_aot_artifacts_saved"], cold["num_aot_artifacts_loaded"]) == (1, 0)
+    assert (warm["num_aot_artifacts_loaded"], warm["num_inductor_compiles"]) == (1, 0)
+    # Two layers and five pieces; the query projections of both layers share one artifact.
+    assert cold["num_piecewise_capturable_graphs_seen"] == 5 and cold["num_compiled_artifacts_saved"] == 4
+    assert cold["close"] and cold["digest"] == warm["digest"]
+    assert cold["forked"] == warm["forked"] == {"wk forked": 8, "indexer forked": 8}
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

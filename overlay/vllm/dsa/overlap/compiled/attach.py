@@ -10,7 +10,7 @@ import vllm.envs as envs
 from vllm.config import CompilationMode, VllmConfig, get_current_vllm_config
 from vllm.dsa import features, provenance
 from vllm.dsa.overlap import auto, gates
-from vllm.dsa.overlap.compiled import ops, runner  # noqa: F401  (importing ops registers them)
+from vllm.dsa.overlap.compiled import runner
 from vllm.dsa.overlap.compiled.layer import FEATURE, LayerOverlap
 from vllm.dsa.overlap.feature import card_here
 from vllm.dsa.overlap.mode import Mode, requested

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from vllm.dsa import counters
-from vllm.dsa.overlap.compiled import gates
+from vllm.dsa.overlap.compiled import gates, ops  # noqa: F401  (importing ops registers them)
 from vllm.dsa.overlap.mode import Mode
 from vllm.dsa.overlap.streams import Lane
 from vllm.forward_context import ForwardContext, get_forward_context
