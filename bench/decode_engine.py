@@ -118,21 +118,41 @@ class GraphTimer:
 
 def sort_ids() -> None:
     """Let every top-k be in descending order of ids: the order is free, and attention adds in it."""
+    import functools
     import inspect
 
-    from vllm.models.deepseek_v32 import attention
+    def ordered(real: Any) -> Any:
+        signature = inspect.signature(inspect.unwrap(real))
 
-    real = attention.sparse_attn_indexer
-    signature = inspect.signature(inspect.unwrap(real))
+        @functools.wraps(real)
+        def in_order(*args: Any, **kwargs: Any) -> Any:
+            result = real(*args, **kwargs)
+            bound = signature.bind(*args, **kwargs).arguments
+            ids = bound["topk_indices_buffer"][: bound["hidden_states"].shape[0], : bound["topk_tokens"]]
+            ids.copy_(ids.sort(dim=-1, descending=True).values)
+            return result
 
-    def in_order(*args: Any, **kwargs: Any) -> Any:
-        result = real(*args, **kwargs)
-        bound = signature.bind(*args, **kwargs).arguments
-        ids = bound["topk_indices_buffer"][: bound["hidden_states"].shape[0], : bound["topk_tokens"]]
-        ids.copy_(ids.sort(dim=-1, descending=True).values)
-        return result
+        return in_order
 
-    attention.sparse_attn_indexer = in_order
+    if not compiled_line():
+        from vllm.models.deepseek_v32 import attention
+
+        attention.sparse_attn_indexer = ordered(attention.sparse_attn_indexer)
+        return
+    # The op holds upstream's function; what runs it is replaced, with and without overlap.
+    from vllm.dsa.overlap.compiled import runner
+    from vllm.model_executor.layers import sparse_attn_indexer as module
+
+    run = runner.run
+    runner.run = lambda op, args, kwargs: run(ordered(op), args, kwargs)
+    module.dsa_runner = lambda op, args, kwargs: ordered(op)(*args, **kwargs)
+
+
+def compiled_line() -> bool:
+    """Whether the installed wheel is of line 0.28.0: other model code, V1 runner."""
+    import vllm
+
+    return str(vllm.__version__).startswith("0.28.")
 
 
 class Engine:
@@ -180,7 +200,10 @@ class Engine:
         self.start_seconds = time.perf_counter() - start
 
     def _watch_capture(self) -> None:
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+        if compiled_line():
+            from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+        else:
+            from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 
         capture = GPUModelRunner.capture_model
 
