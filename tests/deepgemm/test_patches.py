@@ -190,3 +190,10 @@ def test_the_header_accepts_and_refuses(tmp_path: Path) -> None:
     for line, reason in zip(said[3:10], reasons, strict=True):
         assert float32 in line and line.endswith(f"but it {reason}")
     assert "contiguous bfloat16 tensor of at least [8, 1073741824] (17179869184 bytes" in said[10]
+
+
+def test_the_hook_of_each_line_names_its_own_patch() -> None:
+    for line in ("0.33.0", "0.28.0"):
+        hook = (ROOT / "patches" / line / "deepgemm-build.patch").read_text()
+        assert f"+vllm_dsa_patch_deepgemm({line} " in hook
+        assert (ROOT / "overlay" / patchfile.OVERLAY / f"{line}.patch").is_file()

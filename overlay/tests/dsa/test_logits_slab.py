@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logits slab on the CPU: sizes against upstream's planner, decisions, and the hooks in upstream's op."""
 
+import inspect
 import random
 from math import prod
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_active_with_a_patched_deepgemm(monkeypatch, hopper):
     monkeypatch.setenv("VLLM_SPARSE_INDEXER_MAX_LOGITS_MB", "1")
     (((size,), dtype),) = decide()
     assert dtype == torch.uint8 and size == Layout(32, COMPRESSED).most_bytes(1 << 20, 256, 1000) + 1024
-    assert features.status(feature.FEATURE).state in (features.State.ACTIVE, features.State.UNAVAILABLE)
+    assert features.status(feature.FEATURE).state is features.State.ACTIVE
     assert counters.snapshot("logits_slab")[0]["outcome"] == "active"
     hopper.lock()
     assert decide() == (((size,), dtype),), "decided once: the lock comes after the profile run"
@@ -214,32 +215,7 @@ def profile_run(monkeypatch) -> tuple[int, list[int]]:
             monkeypatch.setattr(module, name, lambda *a: None)
     monkeypatch.setattr(torch, "empty", watched)
     monkeypatch.setattr(module.current_platform, "fp8_dtype", lambda: torch.float8_e4m3fn, raising=False)
-    op = getattr(module.sparse_attn_indexer, "__wrapped__", module.sparse_attn_indexer)
-    tokens = 8
-    arguments = {
-        "hidden_states": torch.zeros(tokens, 16),
-        "k_cache_prefix": "layer",
-        "kv_cache": torch.zeros(1),
-        "q_quant": query(tokens),
-        "q_scale": None,
-        "k": None,
-        "weights": torch.zeros(tokens, 32),
-        "quant_block_size": 128,
-        "scale_fmt": "ue8m0",
-        "topk_tokens": 64,
-        "head_dim": 128,
-        "max_model_len": 4096,
-        "total_seq_lens": 4096,
-        "topk_indices_buffer": torch.zeros(256, 64, dtype=torch.int32),
-        "skip_k_cache_insert": False,
-        "use_pcp": False,
-        "pcp_shard_decode_requests": False,
-        "dense_mha_metadata_layer_name": "",
-    }
-    import inspect
-
-    known = inspect.signature(op).parameters
-    op(**{name: value for name, value in arguments.items() if name in known})
+    call(module, query(8), torch.zeros(8, 32), torch.zeros(256, 64, dtype=torch.int32))
     manager = workspace.current_workspace_manager()
     return manager._workspace_size_bytes(manager._current_workspaces[0]), [n for n in dummies if n > 0]
 
@@ -256,6 +232,112 @@ def test_the_profile_run_plans_the_buffer_in_place_of_upstream_s_dummy(monkeypat
     assert (2 << 20) not in dummies
     planned = Layout(32, COMPRESSED).most_bytes(2 << 20, 256, 4096) + 1024
     assert 0 <= with_slab - without - planned < 512
+
+
+def prefill(monkeypatch, keys_of: list, q: torch.Tensor, weights: torch.Tensor, chunks: list) -> torch.Tensor:
+    """Upstream's op on the CPU for a batch of prefill chunks: what it writes to the top-k buffer.
+
+    The two CUDA ops around the logits, which gather K and select, are plain PyTorch here; the metadata holds
+    what the op reads of it.
+    """
+    from vllm.config import CUDAGraphMode
+    from vllm.dsa.litetopk.reference import top_positions
+    from vllm.model_executor.layers import sparse_attn_indexer as module
+
+    def gather(_cache, k_quant, k_scale, table, _cu_seq_lens):
+        values, scales = keys_of[table]
+        k_quant[: len(values)] = values
+        k_scale[: len(values)] = scales.view(torch.uint8).view(-1, 4)
+
+    def select(logits, starts, ends, indices, rows, *_strides_and_k):
+        indices[:rows] = top_positions(logits[:rows], starts, ends, indices.shape[1])
+
+    monkeypatch.setattr(module.ops, "cp_gather_indexer_k_quant_cache", gather)
+    monkeypatch.setattr(module.ops, "top_k_per_row_prefill", select)
+    monkeypatch.setattr(module, "_resolve_layer_name", lambda name: name)
+    monkeypatch.setattr(module.current_platform, "fp8_dtype", lambda: torch.float8_e4m3fn, raising=False)
+    metadata = object.__new__(module.DeepseekV32IndexerMetadata)
+    planned = []
+    for table, start, end, ks, ke in chunks:
+        total = len(keys_of[table][0])
+        planned.append(
+            SimpleNamespace(
+                token_start=start,
+                token_end=end,
+                cu_seqlen_ks=ks,
+                cu_seqlen_ke=ke,
+                local_cu_seq_lens=torch.tensor([0, total]),
+                max_local_total_seq_lens=total,
+                local_total_seq_lens=total,
+                max_seqlen_k=int((ke - ks).max()),
+                block_table=table,
+                skip_kv_gather=False,
+                pcp_deinterleave_idx=None,
+            )
+        )
+    for name, value in {
+        "slot_mapping": torch.zeros(q.shape[0]),
+        "num_decodes": 0,
+        "num_prefills": len(chunks),
+        "num_decode_tokens": 0,
+        "prefill": SimpleNamespace(chunks=planned, row_shard_sizes=None),
+        "decode": None,
+    }.items():
+        object.__setattr__(metadata, name, value)
+    context = SimpleNamespace(attn_metadata={"layer": metadata}, cudagraph_runtime_mode=CUDAGraphMode.FULL)
+    monkeypatch.setattr(module, "get_forward_context", lambda: context)
+    found = torch.full((256, 16), -7, dtype=torch.int32)
+    call(module, q, weights, found)
+    return found
+
+
+def call(module, q: torch.Tensor, weights: torch.Tensor, buffer: torch.Tensor) -> None:
+    arguments = {
+        "hidden_states": torch.zeros(q.shape[0], 16),
+        "k_cache_prefix": "layer",
+        "kv_cache": torch.zeros(1),
+        "q_quant": q,
+        "q_scale": None,
+        "k": None,
+        "weights": weights,
+        "quant_block_size": 128,
+        "scale_fmt": "ue8m0",
+        "topk_tokens": buffer.shape[1],
+        "head_dim": 128,
+        "max_model_len": 4096,
+        "total_seq_lens": 4096,
+        "topk_indices_buffer": buffer,
+        "skip_k_cache_insert": True,
+        "use_pcp": False,
+        "pcp_shard_decode_requests": False,
+        "dense_mha_metadata_layer_name": "",
+    }
+    op = getattr(module.sparse_attn_indexer, "__wrapped__", module.sparse_attn_indexer)
+    known = inspect.signature(op).parameters
+    op(**{name: value for name, value in arguments.items() if name in known})
+
+
+def test_a_prefill_of_upstream_s_op_selects_the_same_with_the_buffer(monkeypatch, hopper):
+    sizes, keys_of, chunks, parts = [(40, 900), (64, 900), (17, 300), (90, 2000)], [], [], []
+    start = 0
+    for seed, (queries, keys) in enumerate(sizes):
+        q, kv, weights, ks, ke = case(queries, keys, 32, 128, seed)
+        keys_of.append(kv)
+        chunks.append((seed, start, start + queries, ks, ke))
+        parts.append((q[0], weights))
+        start += queries
+    q, weights = (torch.cat(list(both)) for both in zip(*parts, strict=True))
+    plain = PlainDeepGemm(COMPRESSED).install(monkeypatch)
+    found = {}
+    for switch in ("off", "on", "off again"):
+        monkeypatch.setenv("VLLM_INDEXER_LOGITS_SLAB", switch.split()[0])
+        before = plain.calls
+        found[switch] = prefill(monkeypatch, keys_of, q, weights, chunks)
+        used = plain.calls - before - (len(selfcheck.CASES) if switch == "on" else 0)
+        assert used == (len(chunks) if switch == "on" else 0)
+    assert torch.equal(found["off"], found["on"]) and torch.equal(found["off"], found["off again"])
+    assert (found["on"][: q.shape[0]] >= -1).all() and (found["on"][: q.shape[0]] >= 0).any(1).sum() > 100
+    assert (found["on"][q.shape[0] :] == -7).all()
 
 
 def test_upstream_s_call_is_reached_through_the_hook_alone():
