@@ -36,6 +36,9 @@ _modes = click.option(
 _files = click.option(
     "--select", "files", multiple=True, metavar="PATTERN", help="These tests instead of the plan's."
 )
+_also = click.option(
+    "--also", multiple=True, metavar="PATTERN", help="These before the plan's, whatever they reach."
+)
 _minutes = click.option(
     "--minutes", type=float, default=MINUTES, show_default=True, help="Time on the card, for everything."
 )
@@ -69,12 +72,15 @@ def lease(
     jobs: int = JOBS,
     file_s: float = FILE_S,
     only: Sequence[str] | None = None,
+    also: Sequence[str] = (),
 ) -> GpuPlan:
-    """Plan a lease of a card: the files of the plan, or ``only`` these."""
+    """Plan a lease of a card: ``also`` and the files of the plan, or ``only`` these."""
     on_card, on_cpu = store.read(ws, plan.line, card), store.read(ws, plan.line)
     if only is not None:
         return named(plan, only, on_card, on_cpu, file_s)
-    return gpu_plan(plan, on_card, on_cpu, budget_s=60 * minutes, modes=modes, jobs=jobs, file_s=file_s)
+    return gpu_plan(
+        plan, on_card, on_cpu, budget_s=60 * minutes, modes=modes, jobs=jobs, file_s=file_s, also=also
+    )
 
 
 def print_lease(plan: Plan, found: GpuPlan) -> None:
@@ -98,6 +104,7 @@ def print_lease(plan: Plan, found: GpuPlan) -> None:
 @click.argument("line")
 @_modes
 @_files
+@_also
 @_kernels
 @_minutes
 @_jobs
@@ -110,6 +117,7 @@ def kit_command(
     line: str,
     modes: str,
     files: tuple[str, ...],
+    also: tuple[str, ...],
     kernels: Path | None,
     minutes: float,
     jobs: int,
@@ -121,7 +129,7 @@ def kit_command(
     ws = workspace(ctx)
     with Session(ws, line, Options(1, "fresh")) as session:
         place, number, names = _kit(
-            session, modes, files, kernels, minutes, jobs, file_seconds, card, ws.root / out
+            session, modes, files, also, kernels, minutes, jobs, file_seconds, card, ws.root / out
         )
     print(f"{place}: {number} test files. On the GPU machine, with {line} on PYTHONPATH:")
     print(
@@ -135,6 +143,7 @@ def _kit(
     session: Session,
     modes: str,
     files: Sequence[str],
+    also: Sequence[str],
     kernels: Path | None,
     minutes: float,
     jobs: int,
@@ -148,7 +157,10 @@ def _kit(
     plan = make_plan(ws, line, sites[0])
     names = session.modes(split_modes(modes))
     only = chosen(plan, "gpu", files, 0, sites[0].path) if files else None
-    found = lease(ws, plan, card, modes=1 + len(names), minutes=minutes, jobs=jobs, file_s=file_s, only=only)
+    first = chosen(plan, "gpu", also, 0, sites[0].path) if also else ()
+    found = lease(
+        ws, plan, card, modes=1 + len(names), minutes=minutes, jobs=jobs, file_s=file_s, only=only, also=first
+    )
     wanted = [session.mode(one) for one in names]
     make_kit(ws, line, odb(ws), sites, found.files, wanted, kernels, out)
     return out, len(found.files), names
@@ -158,6 +170,7 @@ def _kit(
 @click.argument("lines", nargs=-1)
 @_modes
 @_files
+@_also
 @_kernels
 @_minutes
 @_jobs
@@ -173,6 +186,7 @@ def gpu_command(
     lines: tuple[str, ...],
     modes: str,
     files: tuple[str, ...],
+    also: tuple[str, ...],
     kernels: Path | None,
     minutes: float,
     jobs: int,
@@ -201,7 +215,9 @@ def gpu_command(
         say(f"{line}: {machine.gpu}, vLLM {machine.vllm} of {machine.python}")
         with Session(ws, line, Options(jobs, "fresh")) as session:
             out, place = session.root / "gpu", session.root / "gpu-kit"
-            kit, _, wanted = _kit(session, modes, files, kernels, minutes, jobs, file_seconds, card, place)
+            kit, _, wanted = _kit(
+                session, modes, files, also, kernels, minutes, jobs, file_seconds, card, place
+            )
             _device(machine.python, kit, out, session.root / "gpu-work", minutes, jobs, isolation)
             upstream, rows = Run.load(out / "upstream.json"), {}
             for mode in wanted:

@@ -17,6 +17,7 @@ from vllm_series.baseline.session import confirmed
 from vllm_series.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
+PATIENT = ("--budget", "4000", "--test-seconds", "600")  # a busy machine must not change the outcome
 TORCH = """
 __version__ = "0"
 class cuda:
@@ -56,7 +57,7 @@ def test_device_runs_both_trees_without_touching_the_installed_one(
     installed = write(tmp_path / "site", {**package, "vllm/old.py": "", "torch/__init__.py": TORCH})
     plan = {
         "line": "0.0.0",
-        "files": [{"path": "tests/test_a.py", "seconds": 60, "sample": 0}],
+        "files": [{"path": "tests/test_a.py", "seconds": 2000, "sample": 0}],
         "modes": {"upstream": {}, "off": {"VLLM_DSA": "0"}},
         "trees": {"upstream": "a" * 40, "off": "b" * 40},
     }
@@ -73,7 +74,7 @@ def test_device_runs_both_trees_without_touching_the_installed_one(
         },
     )
     out = tmp_path / "out"
-    argv = ["--kit", str(kit), "--out", str(out), "--work", str(tmp_path / "work"), "--jobs", "2"]
+    argv = ["--kit", str(kit), "--out", str(out), "--work", str(tmp_path / "work"), "--jobs", "2", *PATIENT]
     env = {**os.environ, "PYTHONPATH": f"{installed}:{ROOT / 'src'}"}
     done = subprocess.run(
         [sys.executable, "-m", "vllm_series.baseline.device", *argv], env=env, capture_output=True, text=True
@@ -100,7 +101,7 @@ def test_device_runs_both_trees_without_touching_the_installed_one(
 
 def test_used_up_budget_is_said_not_hidden(tmp_path: Path) -> None:
     installed = write(tmp_path / "site", {"vllm/__init__.py": "VALUE = 1\n", "torch/__init__.py": TORCH})
-    file = {"path": "tests/test_a.py", "seconds": 60, "sample": 0}
+    file = {"path": "tests/test_a.py", "seconds": 2000, "sample": 0}
     plan = {"line": "0", "files": [file], "modes": {"upstream": {}, "on": {}}}
     plan["trees"] = {"upstream": "a", "on": "b"}
     files = {
@@ -131,7 +132,7 @@ def test_a_file_with_more_tests_than_its_sample_runs_the_same_ones_on_both_trees
     """The patched tree has a test more; the sample of what both have stays the same one."""
     installed = write(tmp_path / "site", {"vllm/__init__.py": "", "torch/__init__.py": TORCH})
     plan = {"line": "0", "modes": {"upstream": {}, "on": {}}, "trees": {"upstream": "a", "on": "b"}}
-    file = {"path": "tests/test_a.py", "seconds": 60, "sample": 10}
+    file = {"path": "tests/test_a.py", "seconds": 2000, "sample": 10}
     files = {
         "tests/test_a.py": MANY,
         "patched/tests/test_a.py": MANY + "def test_new(): pass\n",
@@ -140,7 +141,17 @@ def test_a_file_with_more_tests_than_its_sample_runs_the_same_ones_on_both_trees
         "plan.json": json.dumps({**plan, "files": [file]}),
     }
     kit, out = write(tmp_path / "kit", files), tmp_path / "out"
-    argv = ["--kit", str(kit), "--out", str(out), "--work", str(tmp_path / "work"), "--isolation", "fork"]
+    argv = [
+        "--kit",
+        str(kit),
+        "--out",
+        str(out),
+        "--work",
+        str(tmp_path / "work"),
+        "--isolation",
+        "fork",
+        *PATIENT,
+    ]
     env = {**os.environ, "PYTHONPATH": f"{installed}:{ROOT / 'src'}"}
     subprocess.run([sys.executable, "-m", "vllm_series.baseline.device", *argv], env=env, check=True)
     before, after = Run.load(out / "upstream.json"), Run.load(out / "on.json")
@@ -161,7 +172,7 @@ def test_where_importing_touches_the_gpu_files_get_fresh_interpreters(tmp_path: 
     broken = TORCH + "    is_initialized = staticmethod(lambda: True)\n"
     torch = {"torch/__init__.py": broken, "tests/conftest.py": "import torch\n", "vllm/__init__.py": ""}
     installed = write(tmp_path / "site", torch)
-    file = {"path": "tests/test_a.py", "seconds": 60, "sample": 0}
+    file = {"path": "tests/test_a.py", "seconds": 2000, "sample": 0}
     plan = {"line": "0", "modes": {"upstream": {}}, "trees": {"upstream": "a"}, "files": [file]}
     files = {
         "tests/test_a.py": "import os\ndef test_x(): pass\n",
@@ -171,7 +182,17 @@ def test_where_importing_touches_the_gpu_files_get_fresh_interpreters(tmp_path: 
         "plan.json": json.dumps(plan),
     }
     kit, out = write(tmp_path / "kit", files), tmp_path / "out"
-    argv = ["--kit", str(kit), "--out", str(out), "--work", str(tmp_path / "work"), "--isolation", isolation]
+    argv = [
+        "--kit",
+        str(kit),
+        "--out",
+        str(out),
+        "--work",
+        str(tmp_path / "work"),
+        "--isolation",
+        isolation,
+        *PATIENT,
+    ]
     env = {**os.environ, "PYTHONPATH": f"{installed}:{ROOT / 'src'}"}
     subprocess.run([sys.executable, "-m", "vllm_series.baseline.device", *argv], env=env, check=True)
     run = Run.load(out / "upstream.json")

@@ -144,6 +144,17 @@ def test_named_files_get_limit_and_sample_too() -> None:
     assert all(one.seconds == FILE_S and one.sample == 75 for one in found.files)
 
 
+def test_files_that_are_asked_for_come_first_and_take_their_time() -> None:
+    plan = Plan("0.0.0", [RARE], [], [planned(f"t{n}", 1.0 - n / 10) for n in range(8)])
+    cpu = {
+        f"tests/{name}.py": Recorded(1, {"skipped": 500}) for name in ("far", *(f"t{n}" for n in range(8)))
+    }
+    also = ["tests/far.py", "tests/t7.py"]
+    found = gpu_plan(plan, {}, cpu, budget_s=210, modes=3, jobs=4, also=also)
+    assert [one.path for one in found.files] == [*also, "tests/t0.py"]
+    assert len(found.dropped) == 6 and not {one.path for one in found.dropped} & set(also)
+
+
 def test_files_of_little_relevance_come_last_by_relevance() -> None:
     """A lease has room for everything: what half of the tree has fills it up, however quick it is."""
     tests = [planned("slow", 0.1), planned("junk", 0.001), planned("better", 0.02)]

@@ -76,6 +76,7 @@ def gpu_plan(
     modes: int,
     jobs: int,
     file_s: float = FILE_S,
+    also: Sequence[str] = (),
 ) -> GpuPlan:
     """Fill ``budget_s`` seconds of a card.
 
@@ -87,11 +88,11 @@ def gpu_plan(
         modes: runs of each file, upstream's among them.
         jobs: files at a time.
         file_s: most that one file gets in one mode.
+        also: files that come first, whatever they reach.
     """
-    rows = [
-        _timed(one, on_card.get(one.path), on_cpu.get(one.path), file_s) for one in candidates(plan, on_card)
-    ]
-    rows.sort(key=_order)
+    rest = [one.path for one in candidates(plan, on_card) if one.path not in also]
+    rows = named(plan, also, on_card, on_cpu, file_s).files
+    rows += sorted(named(plan, rest, on_card, on_cpu, file_s).files, key=_order)
     found, left = GpuPlan(), max(0.0, budget_s - SETUP_S) * jobs / modes
     for row in rows:
         cost = min(row.expected, row.seconds)
