@@ -21,10 +21,12 @@ from vllm.model_executor.layers import mla
 if not hasattr(mla.MultiHeadLatentAttentionWrapper, "dsa_overlap"):
     pytest.skip("this line has no hook in layers/mla.py", allow_module_level=True)
 
+from vllm.dsa.overlap import feature
 from vllm.dsa.overlap import gates as shared_gates
 from vllm.dsa.overlap.compiled import attach as attaching
 from vllm.dsa.overlap.compiled import gates, ops, runner
 from vllm.dsa.overlap.compiled.layer import CHOSEN_OFF, LayerOverlap
+from vllm.dsa.overlap.feature import NATIVE_IS_MISSING
 from vllm.dsa.overlap.mode import Mode
 from vllm.dsa.overlap.streams import Lane
 from vllm.model_executor.layers import sparse_attn_indexer as indexer_module
@@ -527,7 +529,15 @@ def test_whole_needs_ops_that_split_the_graph(
 def test_native_declines_for_now(engine, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "native")
     assert attaching.attach(engine.layer) is None
-    assert outcomes() == {("declined", attaching.NATIVE): 1}
+    assert outcomes() == {("declined", NATIVE_IS_MISSING): 1}
+
+
+def test_native_says_so_at_start_up(engine, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "native")
+    monkeypatch.setattr("vllm.dsa.overlap.feature.compiled_line", lambda: True)
+    assert str(feature.probe(None)) == f"declined ({NATIVE_IS_MISSING})"
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    assert str(feature.probe(None)) == "active (mode full)"
 
 
 # Graphs.

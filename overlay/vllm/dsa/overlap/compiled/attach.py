@@ -12,10 +12,8 @@ from vllm.dsa import features, provenance
 from vllm.dsa.overlap import auto, gates
 from vllm.dsa.overlap.compiled import runner
 from vllm.dsa.overlap.compiled.layer import FEATURE, LayerOverlap
-from vllm.dsa.overlap.feature import card_here
+from vllm.dsa.overlap.feature import NATIVE_IS_MISSING, card_here
 from vllm.dsa.overlap.mode import Mode, requested
-
-NATIVE = "native is not in this release; full has the same schedule"
 
 #: Ops that must split the graph for F2: see `vllm.dsa.overlap.compiled.layer`.
 _SPLITTING = {"vllm::sparse_attn_indexer", "vllm::unified_mla_attention_with_output"}
@@ -37,7 +35,7 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     if mode is Mode.OFF:
         return None
     config = get_current_vllm_config()
-    reason = NATIVE if mode is Mode.NATIVE else gates.config_reason(config) or why_not(wrapper)
+    reason = NATIVE_IS_MISSING if mode is Mode.NATIVE else gates.config_reason(config) or why_not(wrapper)
     if reason:
         features.report_declined(FEATURE, reason)
         return None
