@@ -490,10 +490,11 @@ def _no_lora_rank(engine):
 def test_what_does_not_fit_declines_with_its_reason(
     engine, monkeypatch: pytest.MonkeyPatch, change, said: str
 ):
-    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
     change(engine)
-    assert attaching.attach(engine.layer) is None
-    assert outcomes() == {("declined", said): 1}
+    for mode, counted in (("auto", {}), ("full", {("declined", said): 1})):  # auto does so silently
+        monkeypatch.setenv("VLLM_INDEXER_OVERLAP", mode)
+        assert attaching.attach(engine.layer) is None
+        assert outcomes() == counted
     assert not engine.compilation.static_forward_context
 
 
@@ -524,6 +525,26 @@ def test_whole_needs_ops_that_split_the_graph(
     assert overlap is not None and overlap.indexer_first is fits
     assert (indexer_module.dsa_runner is not None) is fits
     assert bool([row for row in outcomes() if row[0] == "declined"]) is not fits
+
+
+@pytest.mark.parametrize(
+    "points, whole",
+    [(((1, "wk"), (64, "off")), False), (((1, "full"), (64, "wk")), True)],
+)
+def test_auto_builds_what_the_measurement_needs(
+    engine, monkeypatch: pytest.MonkeyPatch, points: tuple, whole: bool
+):
+    from vllm.dsa.overlap import auto, measured
+
+    entry = auto.Entry("0.28.0", "h200", cases.HEADS, cases.INDEX_HEADS, "FULL", points)
+    monkeypatch.setattr(measured, "MEASURED", (entry,))
+    monkeypatch.setattr(attaching.provenance, "read", lambda: SimpleNamespace(line="0.28.0"))
+    overlap = attaching.attach(engine.layer)
+    assert overlap.indexer_first is whole and overlap._pieces
+    assert [overlap._choose(tokens) for tokens in (1, 64)] == [Mode(mode) for _, mode in points]
+    engine.layer.num_heads += 1  # another shape is not measured
+    engine.compilation.static_forward_context.clear()
+    assert attaching.attach(engine.layer) is None
 
 
 def test_native_declines_for_now(engine, monkeypatch: pytest.MonkeyPatch):

@@ -37,7 +37,7 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     config = get_current_vllm_config()
     reason = NATIVE_IS_MISSING if mode is Mode.NATIVE else gates.config_reason(config) or why_not(wrapper)
     if reason:
-        features.report_declined(FEATURE, reason)
+        _decline(mode, reason)
         return None
     choose: Callable[[int], Mode] = lambda _tokens: mode  # noqa: E731
     whole = mode is Mode.FULL
@@ -48,7 +48,7 @@ def attach(wrapper: Any) -> LayerOverlap | None:
         choose = entry.mode
         whole = any(chosen == Mode.FULL.value for _, chosen in entry.points)
     if whole and (reason := why_not_whole(config)):
-        features.report_declined(FEATURE, f"{reason}: no more than wk")
+        _decline(mode, f"{reason}: no more than wk")
         whole = False
 
     from vllm.utils.torch_utils import aux_stream
@@ -69,6 +69,12 @@ def attach(wrapper: Any) -> LayerOverlap | None:
         runner.install(wrapper.indexer.k_cache, wrapper.mla_attn, overlap)
     features.report_active(FEATURE, f"mode {mode}" if whole or mode is not Mode.FULL else "mode wk")
     return overlap
+
+
+def _decline(mode: Mode, reason: str) -> None:
+    """Say it where the mode was asked for; ``auto`` did not promise anything."""
+    if mode is not Mode.AUTO:
+        features.report_declined(FEATURE, reason)
 
 
 def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
