@@ -239,17 +239,20 @@ def test_streams_and_memory_of_a_captured_graph(monkeypatch, tmp_path, record_pr
 
 
 def pristine(tmp_path: Path) -> type:
-    """The attention class without this project's patch, from the checkout that the test is run in."""
-    patch = next(
-        (p for f in Path(__file__).parents if (p := f / "patches/0.33.0/overlap.patch").is_file()), None
-    )
-    if patch is None:
-        pytest.skip("not run in a checkout: patches/0.33.0/overlap.patch is not here")
-    file = tmp_path / "vllm/models/deepseek_v32/attention.py"
+    """The attention class without this project's patches, from the checkout that the test is run in."""
+    line = next((p for f in Path(__file__).parents if (p := f / "patches/0.33.0").is_dir()), None)
+    if line is None:
+        pytest.skip("not run in a checkout: patches/0.33.0 is not here")
+    name = "vllm/models/deepseek_v32/attention.py"
+    file = tmp_path / name
     file.parent.mkdir(parents=True)
     file.write_text(ATTENTION.read_text())
     subprocess.run(["git", "init", "-q", str(tmp_path)], check=True)
-    subprocess.run(["git", "apply", "-R", str(patch.resolve())], cwd=tmp_path, check=True)
+    for patch in reversed((line / "series").read_text().split("\n")):
+        path = (line / patch).resolve()
+        if patch.endswith(".patch") and f"+++ b/{name}" in path.read_text():
+            command = ["git", "apply", "-R", f"--include={name}", str(path)]
+            subprocess.run(command, cwd=tmp_path, check=True)
     assert "vllm.dsa" not in file.read_text()
     spec = spec_from_file_location("pristine_attention", file)
     module = module_from_spec(spec)
