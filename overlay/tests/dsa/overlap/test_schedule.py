@@ -119,6 +119,37 @@ def test_a_layer_that_reuses_top_k_does_not_fork(monkeypatch):
     assert problems(model) == []
 
 
+def test_a_batch_without_real_tokens_is_joined_although_attention_returns_early(monkeypatch):
+    model = build(monkeypatch, "full", layers=(True,))
+    metadata = model.context(5).attn_metadata
+    next(iter(metadata.values())).num_actual_tokens = 0
+    model.run(passes=1, attn_metadata=metadata)
+    assert trace(model) == [step for step in FULL if step != "attention"]
+    assert problems(model) == []
+
+
+def test_a_short_prefill_by_dense_attention_is_joined(monkeypatch):
+    """It reads no top-k, and its query is not packed; upstream's indexer op then returns early by itself."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    results = {}
+    for mode in ("off", "full"):
+        with monkeypatch.context() as patch:
+            model = build(patch, mode, layers=(True,))
+            layer = model.layers[0]
+
+            def forward_impl(q, kv_c, k_pe, kv_cache, metadata, output, model=model):
+                model.machine.note("attention")
+                sums = q.sum(-1, keepdim=True) + kv_c.sum(-1)[:, None, None]
+                output.copy_(sums.repeat(1, 1, 4).view(5, -1))
+
+            layer._use_sparse_mha = lambda metadata: True
+            layer.forward_impl = forward_impl
+            results[mode] = model.run(passes=1)
+            assert trace(model) == (FULL if mode == "full" else SERIAL)
+            assert model.machine.violations == [] and model.machine.unjoined() == []
+    assert torch.equal(results["off"], results["full"])
+
+
 def test_the_ready_event_is_recorded_once_on_the_side_stream(monkeypatch):
     """The conversion of the ids (and HiSparse's swap-in) waits for this event alone."""
     model = build(monkeypatch, "full", layers=(True,))
