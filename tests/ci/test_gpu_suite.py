@@ -16,7 +16,7 @@ import suite
 from catalog import Machine, Step
 
 H200 = Machine("NVIDIA H200", "9.0", 1, "0.33.0", "0.33.0+dsa.1", "", "2.14.0+cu130")
-STEP = Step("demo", "tests", 5, ("9.0",), ("0.33.0",), 1, False, tests=("test_demo.py",))
+STEP = Step("demo", "tests", 200, ("9.0",), ("0.33.0",), 1, False, tests=("test_demo.py",))
 
 
 @pytest.fixture

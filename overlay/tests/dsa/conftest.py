@@ -38,6 +38,8 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch):
     """Each test starts like a new process with no switch set."""
     for name in SWITCHES:
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("_DSA_METRICS", "")  # set by vllm.dsa.metrics.announce; gone again afterwards
+    monkeypatch.delenv("_DSA_METRICS")
     envs.disable_envs_cache()
     from vllm.dsa import counters, features, log
 

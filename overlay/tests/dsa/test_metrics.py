@@ -16,15 +16,22 @@ CONFIG = SimpleNamespace(
     model_config=SimpleNamespace(served_model_name=["v32", "other"], model="path"),
     parallel_config=SimpleNamespace(data_parallel_index=1),
 )
+#: A process with vllm.dsa alone: without importing vllm itself, and with it torch, it starts in no time.
+ALONE = """
+import os, sys, types
+package = types.ModuleType("vllm")
+package.__path__ = [sys.argv[1]]
+sys.modules["vllm"] = package
+"""
 #: A worker: counts, writes at once, and lives until its stdin closes.
 WORKER = """
-import sys
 from vllm.dsa import counters, metrics
-counters.count("overlap", "active", n=int(sys.argv[1]))
+counters.count("overlap", "active", n=int(sys.argv[2]))
 counters.count("litetopk", "declined", 'a "quoted" reason')
 assert metrics.write(), "nobody collects"
 print("ready", flush=True)
 sys.stdin.read()
+os._exit(0)
 """
 
 
@@ -34,8 +41,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.delenv("PROMETHEUS_MULTIPROC_DIR", raising=False)
     monkeypatch.setattr(metrics.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(metrics.os, "getppid", os.getpid)  # the engine core's parent is the server
-    monkeypatch.setenv(metrics.VARIABLE, "")
+    monkeypatch.setattr(metrics, "start", lambda: None)  # the tests write themselves
     return metrics.folder(os.getpid())
+
+
+def alone(code: str) -> list[str]:
+    return [sys.executable, "-c", ALONE + code, str(Path(metrics.__file__).parents[1])]
 
 
 def lines(registry: CollectorRegistry) -> list[str]:
@@ -51,7 +62,7 @@ def test_workers_are_summed_and_the_dead_left_out(place: Path) -> None:
     assert generate_latest(registry) == b"", "nothing was counted"
     workers = []
     for count in ("3", "4"):
-        command = [sys.executable, "-c", WORKER, count]
+        command = [*alone(WORKER), count]
         workers.append(
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(os.environ))
         )
@@ -73,6 +84,27 @@ def test_workers_are_summed_and_the_dead_left_out(place: Path) -> None:
     assert any(row.endswith("} 4.0") for row in lines(registry))
     workers[1].communicate()
     assert lines(registry) == []
+
+
+#: A worker that leaves the writing to the thread that its first count starts; waits as long as it takes.
+BY_ITSELF = """
+import json, pathlib, time
+from vllm.dsa import counters, metrics
+metrics.PERIOD_S = 0.01
+counters.count("overlap", "active")
+path = pathlib.Path(json.loads(os.environ[metrics.VARIABLE])["folder"]) / f"{os.getpid()}.json"
+while not path.is_file():
+    time.sleep(0.05)
+print(json.loads(path.read_text())["rows"][0]["count"], flush=True)
+os._exit(0)
+"""
+
+
+def test_the_first_count_starts_the_writing(place: Path) -> None:
+    metrics.attach(CollectorRegistry())
+    metrics.announce(CONFIG)
+    done = subprocess.run(alone(BY_ITSELF), env=dict(os.environ), capture_output=True, text=True)
+    assert done.stdout == "1\n", done.stderr[-2000:]
 
 
 def test_without_a_server_nothing_is_written(place: Path) -> None:
@@ -116,29 +148,36 @@ def test_a_folder_that_cannot_be_made_stops_nothing(
     assert "no outcomes on /metrics" in caplog_vllm.text
 
 
-#: Upstream's own application code with the hook, in a process with the switch as it is set.
+#: Upstream's own application code with the hook, first with VLLM_DSA=0, then with 1.
 SERVED = """
 import os, sys
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 from vllm.entrypoints.serve.instrumentator.metrics import attach_router
-app = FastAPI()
-attach_router(app)
-if "vllm.dsa" in sys.modules:
-    from vllm.dsa import counters, metrics
-    os.getppid = os.getpid
-    metrics.announce(None)
-    counters.count("fused_q", "active")
-    metrics.write()
+
+def page():
+    app = FastAPI()
+    attach_router(app)
+    return app
+
+page()
+print("RESULT off", "vllm.dsa" in sys.modules)
+os.environ["VLLM_DSA"] = "1"
+app = page()
+from vllm.dsa import counters, metrics
+os.getppid = os.getpid
+metrics.announce(None)
+counters.count("fused_q", "active")
+metrics.write()
 text = TestClient(app).get("/metrics").text
-print("RESULT", "vllm.dsa" in sys.modules, "vllm:dsa_feature_outcomes_total{" in text)
+print("RESULT on", "vllm:dsa_feature_outcomes_total{" in text)
 """
 
 
-@pytest.mark.parametrize(("switch", "expected"), [("1", "RESULT True True"), ("0", "RESULT False False")])
-def test_upstreams_metrics_page(switch: str, expected: str, tmp_path: Path) -> None:
-    env = {**os.environ, "VLLM_DSA": switch, "TMPDIR": str(tmp_path)}
+def test_upstreams_metrics_page(tmp_path: Path) -> None:
+    env = {**os.environ, "VLLM_DSA": "0", "TMPDIR": str(tmp_path)}
     env.pop("PROMETHEUS_MULTIPROC_DIR", None)
     done = subprocess.run([sys.executable, "-c", SERVED], env=env, capture_output=True, text=True)
-    assert expected in done.stdout.splitlines(), done.stderr[-2000:]
+    said = [row for row in done.stdout.splitlines() if row.startswith("RESULT")]
+    assert said == ["RESULT off False", "RESULT on True"], done.stderr[-2000:]
     assert list(tmp_path.glob("vllm-dsa-*")) == [], "the server removes its folder"

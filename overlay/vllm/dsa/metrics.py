@@ -104,7 +104,7 @@ def write(last: str = "") -> str:
     if text == last or not place.is_dir():
         return last
     target = place / f"{os.getpid()}.json"
-    part = target.with_suffix(".part")
+    part = target.with_suffix(f".{threading.get_ident()}.part")
     part.write_text(text, encoding="utf-8")
     part.replace(target)
     return text
@@ -115,7 +115,7 @@ def _write_for_ever() -> None:
     stop = threading.Event()
     while not stop.wait(PERIOD_S):
         # The folder may go with the server, the disk may be full: counting goes on.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(OSError, ValueError):
             last = write(last)
 
 
