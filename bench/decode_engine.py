@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import statistics
 import tempfile
@@ -168,6 +169,8 @@ class Engine:
 
     def __init__(self, settings: dict[str, Any], *, filled: bool, ordered: bool = False) -> None:
         start = time.perf_counter()
+        # Random parts in the names of requests would free their slots in another order in each run and rank.
+        os.environ.setdefault("VLLM_DISABLE_REQUEST_ID_RANDOMIZATION", "1")
         self.per_step = settings["per_step"]
         self.timer = GraphTimer()
         self.graph_bytes: list[int] = []
@@ -209,7 +212,8 @@ class Engine:
 
         def watched(runner: Any, *args: Any, **kwargs: Any) -> Any:
             size = capture(runner, *args, **kwargs)
-            self.graph_bytes.append(size if isinstance(size, int) else 0)
+            if not kwargs.get("profile_only") and isinstance(size, int):
+                self.graph_bytes.append(size)
             return size
 
         GPUModelRunner.capture_model = watched
