@@ -9,4 +9,6 @@ if [ "${#files[@]}" -eq 0 ]; then
     echo "error: this job has no test file" >&2
     exit 1
 fi
-exec scripts/lib/run.sh series baseline diff "$line" "${files[@]/#/--select=}"
+modes=off,on
+[ "${BUILDKITE_SOURCE:-}" != schedule ] || modes=off,on,features # nightly: each feature alone as well
+exec scripts/lib/run.sh series baseline diff "$line" --modes "$modes" "${files[@]/#/--select=}"
