@@ -31,7 +31,9 @@ def test_every_switch_of_the_patch_is_documented(root: Path, line: str) -> None:
     stubs = dict(re.findall(r"^    (VLLM_\w+): .* = (.+)$", added(root, line), re.MULTILINE))
     assert set(stubs) == set(documented(root))
     for name, (values, default, _) in documented(root).items():
-        if values == ["0", "1"]:
+        if not values:
+            assert stubs[name] == default and default.isdigit()
+        elif values == ["0", "1"]:
             assert stubs[name] == ("True" if default == "1" else "False")
         else:
             assert stubs[name] == f'"{default}"'
@@ -42,6 +44,9 @@ def test_every_switch_of_the_patch_is_documented(root: Path, line: str) -> None:
 def test_documented_choices_are_those_that_are_checked(root: Path, line: str) -> None:
     code = re.sub(r"\s+", " ", added(root, line))
     for name, (values, default, _) in documented(root).items():
+        if not values:  # a number
+            assert f'int(os.getenv("{name}", "{default}"))' in code, name
+            continue
         choices = ", ".join(f'"{value}"' for value in values)
         assert f'"{name}", "{default}", [{choices}]' in code, name
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from vllm.dsa.litetopk import kernel, plan, reference
+from vllm.dsa.litetopk import dispatch, kernel, plan, reference
 
 
 def by_hand(scores: list[float], ks: int, ke: int, k: int) -> list[int]:
@@ -102,6 +102,8 @@ def test_a_plan_of_nothing_is_an_error(sizes: tuple[int, int, int]) -> None:
 
 
 def test_worthwhile_is_what_was_measured() -> None:
-    assert plan.worthwhile(8, 1 << 17) and not plan.worthwhile(8, (1 << 17) - 1)
-    assert plan.worthwhile(512, 1 << 20) and not plan.worthwhile(512, 1 << 19)
-    assert plan.worthwhile(8192, 1 << 18) and not plan.worthwhile(8192, 1 << 17)
+    yes = dispatch.worthwhile
+    assert yes(8, 1 << 17) and not yes(8, (1 << 17) - 1)
+    assert yes(512, 1 << 20) and not yes(512, 1 << 19)
+    assert yes(8192, 1 << 18) and not yes(8192, 1 << 17)
+    assert yes(8000, 1 << 18) and not yes(7000, 1 << 18)  # a full chunk beside some decodes

@@ -96,6 +96,27 @@ counters.count("fused_q", "active")
     assert line.endswith("fused_q active: 1; overlap declined (no card): 2")
 
 
+def test_summary_at_the_end_of_a_forked_worker():
+    """vLLM's workers are such by default; they end without Python's own exit handlers."""
+    code = """
+import multiprocessing
+from tests.dsa.conftest import configure_logging
+from vllm.dsa import counters
+configure_logging()
+counters.count("overlap", "active")
+def work():
+    counters.count("fused_q", "active", n=3)
+worker = multiprocessing.get_context("fork").Process(target=work)
+worker.start()
+worker.join()
+print("worker ended", flush=True)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    lines = [line for line in (done.stdout + done.stderr).splitlines() if "did in this process" in line]
+    ends = sorted(line.partition("process: ")[2] for line in lines)
+    assert ends == ["fused_q active: 3", "overlap active: 1"]
+
+
 def test_no_summary_when_nothing_was_counted(caplog_vllm):
     counters.log_summary()
     assert caplog_vllm.records == []

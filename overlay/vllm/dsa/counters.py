@@ -7,7 +7,6 @@ that torch.compile cannot trace: call it from eager code, planning code or the b
 
 from __future__ import annotations
 
-import atexit
 import os
 import threading
 
@@ -42,7 +41,10 @@ def count(feature: str, outcome: str, reason: str = "", n: int = 1) -> None:
         register, _summary_at_exit = not _summary_at_exit, True
         first, _first = _first, False
     if register:
-        atexit.register(log_summary)
+        # Not atexit: a forked worker of multiprocessing ends without it, and vLLM's are such by default.
+        from multiprocessing import util
+
+        util.Finalize(None, log_summary, exitpriority=0)
     if first:
         from vllm.dsa import metrics
 
@@ -74,10 +76,11 @@ def log_summary() -> None:
 
 def reset() -> None:
     """Set all counters to zero (a forked process and each test start anew)."""
-    global _lock, _first
+    global _lock, _first, _summary_at_exit
     _first = True
     _lock = threading.Lock()  # the parent may have held it while forking
     _counts.clear()
+    _summary_at_exit = False
 
 
 os.register_at_fork(after_in_child=reset)

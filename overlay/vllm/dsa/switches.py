@@ -37,6 +37,10 @@ def get(name: str) -> Any:
             raise SwitchesMissing(f"vllm.envs cannot be imported: {error}") from error
     try:
         return getattr(_envs, name)
+    except ValueError as error:
+        if name in str(error):
+            raise
+        raise ValueError(f"{name}: {error}") from error
     except AttributeError:
         raise SwitchesMissing(
             f"vllm.envs has no {name}: the patches of vllm.dsa are not applied to this vLLM"

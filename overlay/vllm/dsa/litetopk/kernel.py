@@ -14,11 +14,16 @@ if TYPE_CHECKING:
 CAPABILITY = (9, 0)
 
 
+def wrong_card(capability: tuple[int, int]) -> str:
+    """Return the reason for a card on which the kernel cannot run."""
+    return f"the kernel is for compute capability 9.0, this card has {capability[0]}.{capability[1]}"
+
+
 def why_not(heads: int, dim: int, k: int, capability: tuple[int, int]) -> str:
     """Return why the kernel cannot run for this indexer on such a card, '' if it can."""
     reason = planning.unsupported(heads, dim, k)
     if not reason and tuple(capability) != CAPABILITY:
-        reason = f"the kernel is for compute capability 9.0, this card has {capability[0]}.{capability[1]}"
+        reason = wrong_card(capability)
     return reason or kernels.why_not(capability)
 
 

@@ -65,17 +65,6 @@ def unsupported(heads: int, dim: int, k: int) -> str:
     return ""
 
 
-#: Where the kernel was faster than upstream's default path (512 MiB of logits) at every shape measured on an
-#: H200: (most queries, fewest keys of the longest row); the first line that fits decides. Between 65 and 8191
-#: queries nothing was measured from 131072 keys (slower) to 1048576 (at least 2.1 times as fast).
-_WORTHWHILE = ((64, 1 << 17), (8191, 1 << 20), (1 << 31, 1 << 18))
-
-
-def worthwhile(queries: int, keys: int) -> bool:
-    """Return whether the kernel was measured to be faster than upstream's default path at such a size."""
-    return next(keys >= fewest for most, fewest in _WORTHWHILE if queries <= most)
-
-
 def plan(queries: int, keys: int, heads: int, k: int, multiprocessors: int) -> Plan:
     """Plan one call.
 

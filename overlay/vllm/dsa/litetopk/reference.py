@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-#: Elements of a temporary, so that long contexts fit into memory.
-_CHUNK = 1 << 26
+#: Elements of a temporary: 64 MiB of float64, so that the start-up check needs less than a call allocates.
+_CHUNK = 1 << 23
 
 
 def indexer_scores(
