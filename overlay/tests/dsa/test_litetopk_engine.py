@@ -17,11 +17,12 @@ import pytest
 import torch
 import vllm
 import vllm.envs as envs
-from tests.dsa import litetopk_batches as batches
 from vllm.dsa import counters, features, switches
 from vllm.dsa.litetopk import backend, controls, dispatch, eligible, engine, ready
 from vllm.dsa.litetopk.feature import FEATURE
 from vllm.v1.attention.backends.mla import indexer
+
+from . import litetopk_batches as batches
 
 TREE = Path(vllm.__file__).parents[1]
 CPU = torch.device("cpu")
