@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the LiteTopK kernel against upstream's indexer path, paired in one process on one GPU.
 
-    litetopk_operator.py --line 0.33.0 [--set table|small|distributions|matrix] [--shapes N] [--out FILE]
+    litetopk_operator.py --line LINE [--set table|small|distributions|matrix] [--shapes N] [--resume]
 
 Upstream's path is DeepGEMM's `fp8_fp4_mqa_logits` and `top_k_per_row_prefill`, once in the row slices of
 the default 512 MiB logits budget and once as one matrix (where that is at most 40 GiB). Both are taken from
@@ -19,7 +19,10 @@ from __future__ import annotations
 import argparse
 import ctypes
 import datetime
+import itertools
 import json
+import random
+import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +40,8 @@ K = 2048
 
 #: (heads, queries, keys, requests, distribution)
 Shape = tuple[int, int, int, int, str]
+#: Rows from, to, keys from, to.
+Slice = tuple[int, int, int, int]
 TABLE: list[Shape] = [
     (heads, queries, keys, 1, "iid")
     for heads in (64, 32)
@@ -103,16 +108,34 @@ class Upstream:
         q, k, scale, weights, ks, ke = case
         return self._logits((q[lo:hi], None), (k, scale), weights[lo:hi], ks[lo:hi], ke[lo:hi], longest)
 
-    def run(self, case: tuple[torch.Tensor, ...], out: torch.Tensor, longest: int, rows: int) -> None:
-        """Score and select ``rows`` queries at a time."""
-        for lo in range(0, out.shape[0], rows):
-            hi = min(lo + rows, out.shape[0])
-            logits = self.logits(case, lo, hi, longest)
-            lengths = case[5][lo:hi] - case[4][lo:hi]
+    def run(
+        self, case: tuple[torch.Tensor, ...], out: torch.Tensor, longest: int, slices: list[Slice]
+    ) -> None:
+        """Score and select slice by slice."""
+        q, k, scale, weights, ks, ke = case
+        for lo, hi, first, last in slices:
+            part = (q, k[first:last], scale[first:last], weights, ks - first, ke - first)
+            logits = self.logits(part, lo, hi, longest)
+            lengths = ke[lo:hi] - ks[lo:hi]
             zeros = torch.zeros_like(lengths)
             self._top_k(
                 logits, zeros, lengths, out[lo:hi], hi - lo, logits.stride(0), logits.stride(1), out.shape[1]
             )
+
+
+def default_slices(queries: int, keys: int, requests: int) -> list[Slice]:
+    """How upstream's planner cuts equal requests by the default budget: whole ones together, or rows."""
+    each, width, most = queries // requests, keys // requests, BUDGET // 4
+    if each * width > most:
+        step = max(1, most // width)
+        return [
+            (r * each + lo, r * each + min(each, lo + step), r * width, (r + 1) * width)
+            for r in range(requests)
+            for lo in range(0, each, step)
+        ]
+    together = next(n for n in range(requests, 0, -1) if n * each * n * width <= most)
+    bounds = [*range(0, requests, together), requests]
+    return [(a * each, b * each, a * width, b * width) for a, b in itertools.pairwise(bounds)]
 
 
 def timed(call: Callable[[], Any]) -> float:
@@ -182,15 +205,15 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
     def ours() -> None:
         kernel.litetopk(*case, out, plan=how, workspace=workspace)
 
-    rows = max(1, BUDGET // 4 // keys)
+    slices = default_slices(queries, keys, requests)
     calls: dict[str, Callable[[], Any]] = {
         "ours": ours,
-        "512MiB": lambda: up.run(case, theirs, longest, rows),
+        "512MiB": lambda: up.run(case, theirs, longest, slices),
     }
-    if queries > rows and queries * longest * 4 <= MATRIX_LIMIT:
-        calls["matrix"] = lambda: up.run(case, theirs, longest, queries)
+    if len(slices) > 1 and queries * longest * 4 <= MATRIX_LIMIT:
+        calls["matrix"] = lambda: up.run(case, theirs, longest, [(0, queries, 0, keys)])
     found, runs = medians(calls, args.runs, args.seconds)
-    if "matrix" not in calls and queries <= rows:
+    if len(slices) == 1:
         found["matrix"] = found["512MiB"]  # the default budget already takes one slice
     below = deficit(up, case, out, longest)
     assert below <= 1e-3, f"{shape}: below upstream's cut-off by {below}"
@@ -213,7 +236,7 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
     peak = {
         "metric": "peak_MiB",
         "unit": "MiB",
-        "baseline": min(queries, rows) * keys * 4 / 2**20,
+        "baseline": max(hi - lo for lo, hi, _, _ in slices) * longest * 4 / 2**20,
         "ours": mib,
     }
     result.append(
@@ -272,13 +295,57 @@ def store(path: Path, line: str, rows: list[dict[str, Any]]) -> None:
     path.write_text(json.dumps(data, indent=1) + "\n")
 
 
+def matrix() -> list[Shape]:
+    """Return the shapes of the RFC's grid that fit one gather, in an order whose beginnings are stratified.
+
+    Of 665 shapes 317 fit the 2^20 keys and 131072 queries of a gather: all lengths of history, the larger
+    batches only of the shorter ones. Histories take turns, each with its shapes in a fixed random order, so
+    the first 133 hold seven of each. A history of 1M counts the new tokens in: the kernel takes 2^20 keys.
+    """
+    strata = []
+    for history in HISTORY:
+        fitting = []
+        for length, requests, queries in MATRIX:
+            keys = requests * min(length + queries, 1 << 20)
+            if length == history and requests * queries <= 1 << 17 and keys <= 1 << 20:
+                fitting.append((64, requests * queries, keys, requests, "iid"))
+        random.Random(history).shuffle(fitting)
+        strata.append(fitting)
+    rounds = itertools.zip_longest(*strata)
+    return [shape for turn in rounds for shape in turn if shape is not None]
+
+
 def shapes_of(name: str, count: int) -> list[Shape]:
-    """Return the shapes of a set; of the matrix those that fit, thinned out to about ``count``."""
+    """Return the shapes of a set; of the matrix the first ``count``."""
     if name != "matrix":
         return {"table": TABLE, "small": SMALL, "distributions": DISTRIBUTIONS}[name]
-    fitting = [m for m in MATRIX if m[1] * m[2] <= 1 << 17 and m[1] * (m[0] + m[2]) <= 1 << 20]
-    step = max(1, len(fitting) // count)
-    return [(64, n * q, n * (h + q), n, "iid") for h, n, q in fitting[::step]]
+    return matrix()[:count]
+
+
+def case_of(shape: Shape) -> str:
+    """The case of a shape's row against the default path."""
+    heads, queries, keys, requests, distribution = shape
+    return f"H={heads} K={K} Q={queries} S={keys} B={requests} budget=512MiB dist={distribution}"
+
+
+def stored(path: Path) -> dict[str, float]:
+    """Ratio of each case in the file that has a time."""
+    if not path.exists():
+        return {}
+    rows = json.loads(path.read_text())["rows"]
+    return {row["case"]: row["ratio"] for row in rows if row["metric"] == "time"}
+
+
+def report(shapes: list[Shape], path: Path) -> None:
+    """Print how much of the set the file has, its geometric mean and its slowest shapes."""
+    found = stored(path)
+    ratios = {case: found[case] for case in map(case_of, shapes) if case in found}
+    if not ratios:
+        return
+    mean = statistics.geometric_mean(ratios.values())
+    print(f"{len(ratios)} of {len(shapes)} shapes stored, geometric mean {mean:.3f} against 512 MiB")
+    for case, ratio in sorted(ratios.items(), key=lambda item: item[1])[:5]:
+        print(f"  {ratio:.3f} {case}")
 
 
 def main() -> None:
@@ -287,7 +354,8 @@ def main() -> None:
     )
     parser.add_argument("--line", required=True)
     parser.add_argument("--set", default="table", choices=("table", "small", "distributions", "matrix"))
-    parser.add_argument("--shapes", type=int, default=120, help="shapes of the matrix to take")
+    parser.add_argument("--shapes", type=int, default=133, help="shapes of the matrix to take, at most 317")
+    parser.add_argument("--resume", action="store_true", help="leave out shapes that FILE already has")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape; at least one run is made")
     parser.add_argument("--limit", type=float, default=500.0, help="start no shape after so many seconds")
@@ -300,13 +368,18 @@ def main() -> None:
     args.about = about(args.line)
     up = Upstream(args.upstream, args.top_k_library)
     rows: list[dict[str, Any]] = []
-    for shape in shapes_of(args.set, args.shapes):
+    shapes = shapes_of(args.set, args.shapes)
+    known = stored(out) if args.resume else {}
+    for shape in shapes:
+        if case_of(shape) in known:
+            continue
         if time.monotonic() - begun > args.limit:
             print("time is up: the remaining shapes were not measured")
             break
         rows += measure(up, shape, args)
         store(out, args.line, rows)
         torch.cuda.empty_cache()
+    report(shapes, out)
 
 
 if __name__ == "__main__":

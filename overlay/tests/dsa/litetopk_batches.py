@@ -41,9 +41,10 @@ def make_config(
     return config
 
 
-def make_builder(config, ratio=1):
-    """Upstream's builder for the CPU, as upstream's own tests make it."""
-    indexer.num_compute_units = lambda device: 4
+def make_builder(config, ratio=1, device="cpu"):
+    """Upstream's builder, as upstream's own tests make it."""
+    if device == "cpu":
+        indexer.num_compute_units = lambda device: 4
     compression = "tokens_per_state" if hasattr(MLAAttentionSpec, "tokens_per_state") else "compress_ratio"
     spec = MLAAttentionSpec(
         block_size=BLOCK, num_kv_heads=1, head_size=132, dtype=torch.uint8, **{compression: ratio}
@@ -52,12 +53,12 @@ def make_builder(config, ratio=1):
         kv_cache_spec=spec,
         layer_names=["layer"],
         vllm_config=config,
-        device=torch.device("cpu"),
+        device=torch.device(device),
         block_table_width=-(-config.model_config.max_model_len // BLOCK),
     )
 
 
-def make_step(queries, contexts, width, rng=None):
+def make_step(queries, contexts, width, rng=None, device="cpu"):
     """Return the common metadata of requests with so many new tokens each, after so many cached ones."""
     rng = rng or random.Random(0)
     lens = [q + c for q, c in zip(queries, contexts, strict=True)]
@@ -75,16 +76,16 @@ def make_step(queries, contexts, width, rng=None):
         for p in range(c, c + q)
     ]
     return CommonAttentionMetadata(
-        query_start_loc=starts,
+        query_start_loc=starts.to(device),
         query_start_loc_cpu=starts.clone(),
-        seq_lens=seq_lens,
+        seq_lens=seq_lens.to(device),
         seq_lens_cpu_upper_bound=seq_lens.clone(),
         num_reqs=len(lens),
         num_actual_tokens=sum(queries),
         max_query_len=max(queries),
         max_seq_len=max(lens),
-        block_table_tensor=table,
-        slot_mapping=torch.tensor(slots, dtype=torch.int64),
+        block_table_tensor=table.to(device),
+        slot_mapping=torch.tensor(slots, dtype=torch.int64, device=device),
         causal=True,
     )
 
