@@ -25,7 +25,9 @@ namespace dsa {
 namespace litedsa {
 
 // 3, 4 and 5 for 8, 16 and 32 heads, else -1.
-inline int head_shift(int32_t heads) { return heads == 8 ? 3 : heads == 16 ? 4 : heads == 32 ? 5 : -1; }
+inline int head_shift(int32_t heads) { return heads == 8 ? 3 : heads == 16 ? 4
+                                                           : heads == 32   ? 5
+                                                                           : -1; }
 
 inline bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
@@ -118,7 +120,8 @@ DSA_EXPORT int dsa_litedsa_attend(const void* q_nope, int64_t nope_token, int64_
     return DSA_INVALID_ARGUMENT;
   if (!q_nope || !kv || !starts || !slots || (!masks && !ranges) || !counts || !out) return DSA_INVALID_ARGUMENT;
   if (kv_format != 0 && (kv_format != 1 || !q_rope)) return DSA_INVALID_ARGUMENT;
-  if (kv_row < (kv_format == 1 ? 656 : q_rope ? 1152 : 1024)) return DSA_INVALID_ARGUMENT;
+  if (kv_row < (kv_format == 1 ? 656 : q_rope ? 1152
+                                              : 1024)) return DSA_INVALID_ARGUMENT;
   if (!aligned(q_nope, 16) || !aligned(q_rope, 16) || !aligned(kv, 16) || !aligned(masks, 8) || !aligned(out, 4) ||
       (nope_token | nope_head | rope_token | rope_head | kv_row) % 16 || (out_token | out_head) % 4)
     return DSA_INVALID_ARGUMENT;

@@ -21,15 +21,15 @@ struct AttendParams {
   const uint8_t* q_nope;  // bf16 [tokens, heads, 512]; strides in bytes
   const uint8_t* q_rope;  // bf16 [tokens, heads, 64], or null when a key has 512 elements
   int64_t nope_token, nope_head, rope_token, rope_head;
-  const uint8_t* kv;  // rows of the cache
-  int64_t kv_row;     // bytes between them
-  const int32_t* starts;   // [groups + 1], first tokens
-  const int32_t* counts;   // [groups], entries of the union; negative: refused
-  const int32_t* slots;    // [groups, capacity], rows of the cache; -1 behind the last entry up to a multiple of 64
-  const uint64_t* masks;   // [groups, capacity / 64, group size], bit e of word (t, g): query g takes entry 64 t + e
-  const int32_t* ranges;   // or, instead of masks, [tokens, 3]: the query takes the entries [0, a) and [b, c)
-  const float* sinks;      // [heads] or null: an extra logit, natural
-  uint8_t* out;            // bf16 [tokens, heads, 512]; strides in bytes
+  const uint8_t* kv;      // rows of the cache
+  int64_t kv_row;         // bytes between them
+  const int32_t* starts;  // [groups + 1], first tokens
+  const int32_t* counts;  // [groups], entries of the union; negative: refused
+  const int32_t* slots;   // [groups, capacity], rows of the cache; -1 behind the last entry up to a multiple of 64
+  const uint64_t* masks;  // [groups, capacity / 64, group size], bit e of word (t, g): query g takes entry 64 t + e
+  const int32_t* ranges;  // or, instead of masks, [tokens, 3]: the query takes the entries [0, a) and [b, c)
+  const float* sinks;     // [heads] or null: an extra logit, natural
+  uint8_t* out;           // bf16 [tokens, heads, 512]; strides in bytes
   int64_t out_token, out_head;
   float* lse;  // [tokens, heads], or null
   int64_t lse_token;

@@ -17,13 +17,13 @@ constexpr int kQuad = 128;  // positions of four bitmap words, which one 16-byte
 struct UnionParams {
   const int32_t* topk;  // [tokens, k]
   int64_t topk_stride;
-  const int32_t* starts;     // [groups + 1]
-  const int32_t* requests;   // [tokens], or null: the table has one row
-  const int32_t* table;      // [requests, table_blocks], or null: position i is row i, for i < table_blocks * block_size
+  const int32_t* starts;    // [groups + 1]
+  const int32_t* requests;  // [tokens], or null: the table has one row
+  const int32_t* table;     // [requests, table_blocks], or null: position i is row i, for i < table_blocks * block_size
   int64_t table_stride;
-  int32_t* slots;    // [groups, capacity]
-  uint64_t* masks;   // [groups, capacity / 64, group size]
-  int32_t* counts;   // [groups]
+  int32_t* slots;   // [groups, capacity]
+  uint64_t* masks;  // [groups, capacity / 64, group size]
+  int32_t* counts;  // [groups]
   int k, group_size, capacity, span;
   int table_blocks, block_size, block_rows;
 };
@@ -121,7 +121,9 @@ __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams 
     if (i < quads) ranks[i] = static_cast<uint16_t>(slot);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
-      uint32_t word = w == 0 ? quad.x : w == 1 ? quad.y : w == 2 ? quad.z : quad.w;
+      uint32_t word = w == 0 ? quad.x : w == 1 ? quad.y
+                                    : w == 2   ? quad.z
+                                               : quad.w;
       while (word) {
         const int position = i * kQuad + w * 32 + __ffs(static_cast<int>(word)) - 1;
         word &= word - 1;
