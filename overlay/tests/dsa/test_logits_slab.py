@@ -153,6 +153,27 @@ def test_declines_with_one_reason(monkeypatch, hopper, what: str, reason: str):
     assert row["outcome"] == "declined" and reason in str(row["reason"])
 
 
+def test_an_unmeasured_card_leaves_deepgemm_alone(monkeypatch, hopper):
+    """With the defaults DeepGEMM is imported when upstream would import it, not earlier."""
+    monkeypatch.setenv("VLLM_INDEXER_LOGITS_SLAB", "auto")
+    monkeypatch.setattr(feature, "MEASURED", frozenset())
+
+    def imported() -> None:
+        raise AssertionError("DeepGEMM was imported")
+
+    monkeypatch.setattr(deep_gemm, "_import_deep_gemm", imported)
+    monkeypatch.setattr(deep_gemm, "_lazy_init", imported)
+    assert decide() == ()
+
+
+def test_the_probe_sets_deepgemm_s_cache_folder_up_before_it_imports_it(monkeypatch):
+    plain, order = PlainDeepGemm(COMPRESSED), []
+    monkeypatch.setattr(deep_gemm, "has_deep_gemm", lambda: True)
+    monkeypatch.setattr(deep_gemm, "_lazy_init", lambda: order.append("set up"))
+    monkeypatch.setattr(deep_gemm, "_import_deep_gemm", lambda: order.append("import") or plain)
+    assert deep_gemm.has_mqa_logits_out() and order == ["set up", "import"]
+
+
 def test_unpatched_or_unmeasured_says_nothing_at_run_time(monkeypatch, hopper):
     PlainDeepGemm(COMPRESSED, with_out=False).install(monkeypatch)
     assert not deep_gemm.has_mqa_logits_out() and decide() == ()

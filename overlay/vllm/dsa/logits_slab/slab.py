@@ -62,11 +62,11 @@ def workspace_specs(
 
 
 def _decide(q: torch.Tensor, q_scale: torch.Tensor | None, queries: int, keys: int) -> tuple[Spec, ...]:
-    if not deep_gemm.has_mqa_logits_out():
-        return ()  # the line at start-up says so
     capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
     found = None if capability is None else (capability.major, capability.minor)
     if feature.card_status(found, switches.get(feature.SWITCH)).state is not State.ACTIVE:
+        return ()  # the line at start-up says so
+    if not deep_gemm.has_mqa_logits_out():
         return ()  # likewise
     if q_scale is not None:
         features.report_declined(NAME, "the indexer's cache is FP4")
