@@ -3,12 +3,11 @@
 
     python overlap_compiled_aot.py MODE
 
-Prints one JSON object: a digest of the outputs, whether they are close to those of the layers without
-compilation and overlap, upstream's compilation counters, and what forked. The artifact is kept in
+Prints one JSON object: the outputs, whether they are close to those of the layers without compilation and
+overlap, upstream's compilation counters, and what forked. The artifact is kept in
 VLLM_CACHE_ROOT; a second process finds it there.
 """
 
-import hashlib
 import json
 import sys
 from dataclasses import asdict
@@ -64,7 +63,7 @@ def main(mode: str) -> None:
     # The CPU platform turns vLLM's own compilation off; here it is what is tested.
     compilation.mode, compilation.backend = CompilationMode.VLLM_COMPILE, "inductor"
     compilation.splitting_ops, compilation.compile_sizes = cases.splitting_ops(), []
-    digest, close, batches = hashlib.sha256(), True, [cases.batch(n, seed=n) for n in (8, 8, 5, 1)]
+    outputs, close, batches = [], True, [cases.batch(n, seed=n) for n in (8, 8, 5, 1)]
     with set_current_vllm_config(config), torch.inference_mode():
         model = Compiled(vllm_config=config, mode=mode)
         plain = cases.Model(layers=2)
@@ -74,10 +73,10 @@ def main(mode: str) -> None:
                 expected = plain(positions, x)
             with override_forward_context(cases.context(model.known, len(x))):
                 out = model(positions, x)
-            digest.update(out.numpy().tobytes())
+            outputs += out.flatten().tolist()
             close = close and torch.allclose(out, expected, atol=1e-4, rtol=1e-4)
     forked = {row["outcome"]: row["count"] for row in counters.snapshot("overlap")}
-    result = {"digest": digest.hexdigest(), "close": close, "forked": forked}
+    result = {"outputs": outputs, "close": close, "forked": forked}
     print("\n" + json.dumps(result | asdict(compilation_counter)))
 
 

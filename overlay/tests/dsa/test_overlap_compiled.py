@@ -726,7 +726,8 @@ def test_the_compiled_model_is_saved_and_works_in_a_new_process(tmp_path: Path):
     assert (warm["num_aot_artifacts_loaded"], warm["num_inductor_compiles"]) == (1, 0)
     # Two layers and five pieces; the query projections of both layers share one artifact.
     assert cold["num_piecewise_capturable_graphs_seen"] == 5 and cold["num_compiled_artifacts_saved"] == 4
-    assert cold["close"] and cold["digest"] == warm["digest"]
+    assert cold["close"] and len(cold["outputs"]) == 22 * cases.HIDDEN
+    assert warm["outputs"] == pytest.approx(cold["outputs"], rel=1e-5, abs=1e-6)
     assert cold["forked"] == warm["forked"] == {"wk forked": 8, "indexer forked": 8}
 
 

@@ -76,6 +76,7 @@ class LayerOverlap:
         self.name = name
         self.indexer_first = whole
         self._linear = linear
+        self._width = int(linear.weight.shape[0])  # here: tracing must not meet the parameter
         self._choose = choose
         self._pieces = pieces
         self._wk_lane = Lane(stream)
@@ -88,7 +89,7 @@ class LayerOverlap:
 
     def fork(self, hidden_states: torch.Tensor) -> None:
         """F1: mark where the side branch may start. ``hidden_states`` [tokens, hidden] is not changed."""
-        torch.ops.vllm.dsa_wk_fork(hidden_states, self._width(), _encode_layer_name(self.name))
+        torch.ops.vllm.dsa_wk_fork(hidden_states, self._width, _encode_layer_name(self.name))
 
     def join(self, hidden_states: torch.Tensor, qkv_lora: torch.Tensor) -> torch.Tensor:
         """F1: return ``wk_weights_proj(hidden_states)`` [tokens, head_dim + heads], for the current stream.
@@ -98,12 +99,9 @@ class LayerOverlap:
             qkv_lora: the main branch's result; not read, it keeps the join behind it.
         """
         out: torch.Tensor = torch.ops.vllm.dsa_wk_join(
-            hidden_states, qkv_lora, self._width(), _encode_layer_name(self.name)
+            hidden_states, qkv_lora, self._width, _encode_layer_name(self.name)
         )
         return out
-
-    def _width(self) -> int:
-        return int(self._linear.weight.shape[0])
 
     # Bodies of these two ops.
 
