@@ -30,7 +30,7 @@ from vllm_series.runtime import pristine_site
 from vllm_series.ui import emit, json_option, say, workspace
 from vllm_series.workspace import Workspace
 
-SHORT_BUDGET_S = 100.0  # with two lines and three modes each: within the 13 minutes that test.sh gives it
+SHORT_BUDGET_S = 75.0  # with two lines and three modes each: within the 13 minutes that test.sh gives it
 
 _set = click.option(
     "--set", "which", type=click.Choice(SETS), default="short", show_default=True, help="Which files."
