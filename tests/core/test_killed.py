@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import signal
-import subprocess
 from collections.abc import Callable
 
 import pytest
@@ -199,18 +198,9 @@ def test_a_second_run_waits_for_the_first(two: Project, monkeypatch: pytest.Monk
     from vllm_series import lock_file
 
     monkeypatch.setattr(lock_file, "WAIT_SECONDS", 0.3)
-    holder = subprocess.Popen(
-        ["flock", str(two.root / ".work/line-0.9.0.lock"), "sleep", "30"], start_new_session=True
-    )
-    try:
-        import time
-
-        time.sleep(0.5)
+    with lock_file.locked(two.root / ".work/line-0.9.0.lock"):
         result = two.series("apply", "0.9.0", code=3)
-        assert "another run of this tool" in result.err
-    finally:
-        os.killpg(holder.pid, signal.SIGKILL)
-        holder.wait()
+    assert "another run of this tool" in result.err
     two.apply()
 
 

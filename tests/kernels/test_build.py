@@ -73,7 +73,7 @@ kernels.build(Workspace(Path({str(ws.root)!r})), jobs=1)
 """
     for target in ("CMakeCache.txt", "csrc/CMakeFiles/_dsa_C.dir/*.o"):
         run = subprocess.Popen([sys.executable, "-c", code])
-        end = time.monotonic() + 120
+        end = time.monotonic() + 900
         while not list((ws.work / "kernels").glob(f"*/{target}")):
             assert run.poll() is None and time.monotonic() < end
             time.sleep(0.005)
@@ -92,10 +92,10 @@ def test_whole_library_is_reproducible(built: KernelBuild, ws: Workspace) -> Non
 
 
 def test_unchanged_inputs_take_the_cached_library(built: KernelBuild, ws: Workspace) -> None:
-    start = time.monotonic()
+    written = built.library.stat().st_mtime_ns
     again = kernels.build(ws)
-    assert time.monotonic() - start < 5
     assert again.reused
+    assert again.library.stat().st_mtime_ns == written
     assert (again.library, again.sha256, again.provenance) == (built.library, built.sha256, built.provenance)
 
 

@@ -9,7 +9,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -144,17 +143,20 @@ def test_wheel_for_the_other_platform(place: Path) -> None:
 
 
 def test_killed_in_the_middle_then_run_again(wheels: dict[str, Path], place: Path, tmp_path: Path) -> None:
-    command = [
-        sys.executable, "-m", "vllm_series.cli", "--root", place, "wheel", "0.28.0", "--no-kernels",
-        "--output", tmp_path,
-    ]  # fmt: skip
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-        end = time.monotonic() + 60
-        while time.monotonic() < end and not any(
-            part.stat().st_size > 1 << 20 for part in tmp_path.glob(".*.part")
-        ):
-            time.sleep(0.01)
-        child.send_signal(signal.SIGKILL)
+    code = """
+import os, signal, sys
+from vllm_series import cli
+from vllm_series.wheel import archive
+write = archive.write
+def half(target, source, members):
+    write(target, source, list(members)[:2000])
+    os.kill(os.getpid(), signal.SIGKILL)
+archive.write = half
+cli.main(sys.argv[1:])
+"""
+    options = ("--root", place, "wheel", "0.28.0", "--no-kernels", "--output", tmp_path)
+    killed = subprocess.run([sys.executable, "-c", code, *options], capture_output=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert list(tmp_path.glob(".*.part")) and not list(tmp_path.glob("*.whl"))
     again = build(place, "0.28.0", "--output", str(tmp_path))
     assert sha256_file(again) == sha256_file(wheels["0.28.0"])
