@@ -25,8 +25,9 @@ def litter(project: Project) -> list[str]:
         r"(^|/)(tmp[_.][^/]*|\.[^/]*\.(tmp|part|new)|[^/]*\.new-[^/]*|(index|clone)-[^/]*|[^/]*(\.git|refs|heads"
         r"|HEAD|index|packed-refs|config)[^/]*\.lock|scratch/[^/]+)$"
     )
-    # A loose object that is being written may belong to a run that is alive: it goes when it is a day old.
-    fine = re.compile(r"^\.work/line-|/objects/[0-9a-f]{2}/tmp_obj_")
+    # A loose object that is being written may belong to a run that is alive: it goes when it is a day old. In
+    # the tree's own repository a person's git may be writing a pack; `git gc` there removes what was left.
+    fine = re.compile(r"^\.work/line-|/objects/[0-9a-f]{2}/tmp_obj_|^build/.*/\.git/objects/pack/tmp_")
     paths = [path.relative_to(project.root).as_posix() for path in project.root.rglob("*")]
     return sorted(path for path in paths if odd.search(path) and not fine.search(path))
 
