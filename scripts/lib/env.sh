@@ -38,9 +38,12 @@ if [ -z "${SSL_CERT_FILE:-}" ] && [ -r /etc/ssl/certs/ca-certificates.crt ]; the
     export SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 fi
 
-VLLM_SERIES_PYTHON="$(find_python)" || exit 2
+# A script ends with an error here; a person's shell that sources this stays open.
+case $- in *i*) leave='return' ;; *) leave='exit' ;; esac
+VLLM_SERIES_PYTHON="$(find_python)" || "$leave" 2
 export VLLM_SERIES_PYTHON
-VLLM_SERIES_UV="$("$VLLM_SERIES_PYTHON" -I "$VLLM_SERIES_ROOT/scripts/lib/bootstrap.py")" || exit $?
+VLLM_SERIES_UV="$("$VLLM_SERIES_PYTHON" -I "$VLLM_SERIES_ROOT/scripts/lib/bootstrap.py")" || "$leave" $?
+unset leave
 export VLLM_SERIES_UV
 
 series() {

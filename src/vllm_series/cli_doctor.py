@@ -55,15 +55,18 @@ def show(data: dict[str, Any], console: Console) -> None:
     for name, row in data["features"].items():
         state = f"{row['state']} ({row['reason']})" if row["reason"] else row["state"]
         console.print(f"{name:<12} {state}", markup=False, highlight=False, soft_wrap=True)
-    console.print(f"\nwhere a feature applies once it is active ({report.REACH}):", highlight=False)
-    table = Table(box=None, pad_edge=False)
-    table.add_column("")
     names = list(next(iter(data["models"].values())))
-    for name in names:
-        table.add_column(name, no_wrap=True)
-    for model, reach in data["models"].items():
-        table.add_row(model, *(in_short(reach[name]) for name in names))
-    console.print(table, markup=False, highlight=False)
+    if names:
+        console.print(f"\nwhere a feature applies once it is active ({report.REACH}):", highlight=False)
+        table = Table(box=None, pad_edge=False)
+        table.add_column("")
+        for name in names:
+            table.add_column(name, no_wrap=True)
+        for model, reach in data["models"].items():
+            table.add_row(model, *(in_short(reach[name]) for name in names))
+        console.print(table, markup=False, highlight=False)
+    else:
+        console.print(f"\nwhich model reaches which feature: {report.REACH}", highlight=False)
     for row in data["advice"]:
         console.print(f"\n! {row['problem']}", markup=False, highlight=False, soft_wrap=True)
         if row["fix"] != "none":

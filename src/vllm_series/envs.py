@@ -95,7 +95,7 @@ def env_digest(ws: Workspace, line: str) -> str:
     if not path.is_file():
         raise UsageError(
             f"{path.name} is missing from pins/: no versions to install for {line}",
-            fix=f"series baseline env {line} --relock",
+            fix=f"series baseline env {line} --relock YYYY-MM-DD   (the day of upstream's release)",
         )
     pinned = re.sub(r"^#.*\n", "", path.read_text(), flags=re.M)
     text = f"{pinned}\n{sys.version}\n{platform.machine()}\n{Path(sys.base_prefix).resolve()}"

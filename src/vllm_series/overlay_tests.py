@@ -68,9 +68,10 @@ def run(ws: Workspace, lines: Iterable[str], select: str = "") -> list[LineResul
         select: pytest's ``-k`` expression for our tests; upstream's comparison is left out then.
 
     Raises:
+        UsageError: an unknown line.
         FetchFailed: a torch environment or an sdist could not be fetched.
     """
-    order = list(lines)
+    order = [load_pin(ws, line).line for line in lines]
     for line in order:  # one after the other: each fetches and unpacks gigabytes
         torch_env(ws, line)
     with ThreadPoolExecutor(max_workers=2) as pool:

@@ -36,7 +36,7 @@ def test_digest_follows_the_versions_and_not_the_comments(tmp_path: Path) -> Non
 def test_missing_lock_names_the_command(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no versions") as caught:
         envs.torch_env(checkout(tmp_path, None), "0.0.0")
-    assert "series baseline env 0.0.0 --relock" in caught.value.fix
+    assert "series baseline env 0.0.0 --relock YYYY-MM-DD" in caught.value.fix
 
 
 def test_missing_uv_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

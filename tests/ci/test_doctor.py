@@ -61,6 +61,8 @@ def test_nothing_installed_and_no_environment(root: Path, monkeypatch: pytest.Mo
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     text = doctor(root)
     assert "none: no environment is named" in text and "fix: scripts/build.sh 0.33.0" in text
+    assert "fused_q      unavailable (no environment is named)" in text
+    assert "\nwhich model reaches which feature: docs/features.md\n" in text, "no table without columns"
 
 
 def test_an_environment_without_vllm(root: Path, site: Path) -> None:
@@ -158,6 +160,8 @@ def test_what_is_in_the_way_is_named(root: Path, changes: dict[str, Any], proble
 def test_the_table_of_models_is_that_of_the_documentation(root: Path) -> None:
     rows = {model.name: model for model in reach.models(root)}
     assert rows["DeepSeek-V3.2, GLM-5.x"].on("0.33.0", "fused_q") == "yes"
+    shipped = {path.parent.name for path in (root / "overlay/vllm/dsa").glob("*/feature.py")}
+    assert [set(model.features) for model in rows.values()] == [shipped] * len(rows)
     words = {in_short(said) for model in rows.values() for said in model.features.values()}
     assert words <= {"yes", "no", "off", "declines", "partly"}
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from vllm_series import overlay_tests
+from vllm_series.errors import UsageError
 from vllm_series.pins import load_pin
 from vllm_series.workspace import Workspace
 
@@ -97,3 +98,8 @@ def test_the_laid_tree_has_a_version_that_keeps_triton(root: Path, tmp_path: Pat
     overlay_tests._add_metadata(tmp_path, load_pin(Workspace(root), "0.28.0"))
     (found,) = importlib.metadata.distributions(name="vllm", path=[str(tmp_path)])
     assert found.version == "0.28.0"
+
+
+def test_an_unknown_line_is_named_before_anything_is_made(root: Path) -> None:
+    with pytest.raises(UsageError, match=r"unknown line '0\.9'"):
+        overlay_tests.run(Workspace(root), ["0.33.0", "0.9"])

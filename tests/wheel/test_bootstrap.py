@@ -117,6 +117,15 @@ def test_old_python_is_named(root: Path, tmp_path: Path) -> None:
     assert "not Python 3.11 or newer" in done.stderr and "apt-get install python3" in done.stderr
 
 
+def test_a_persons_shell_stays_open(root: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python3.12"}
+    shell = ["bash", "--norc", "-ic", f". {root}/scripts/lib/env.sh; echo still here: $?"]
+    done = subprocess.run(
+        shell, env=env, capture_output=True, text=True, stdin=subprocess.DEVNULL, start_new_session=True
+    )
+    assert "PYTHON=/nowhere/python3.12" in done.stderr and "still here: 2" in done.stdout
+
+
 def test_a_python_that_is_not_there_is_not_replaced_by_another(root: Path) -> None:
     env = {"PATH": "/usr/bin:/bin", "PYTHON": "/nowhere/python3.12"}
     done = subprocess.run(

@@ -100,7 +100,7 @@ def judge(ws: Workspace, lines: dict[str, Pin], data: dict[str, Any]) -> dict[st
             name: {"state": row["state"], "reason": row["reason"]} for name, row in dsa["features"].items()
         }
     else:
-        why = dsa.get("error") or "no vLLM is installed"
+        why = dsa.get("error") or ("no vLLM is installed" if data["python"] else "no environment is named")
         states = {name: {"state": "unavailable", "reason": why} for name in names}
     line = pin.line if pin else None
     reach = {
@@ -123,7 +123,8 @@ def _advice(
     if vllm is None:
         current = next(iter(lines.values()))
         where = "no environment is named" if data["python"] is None else "no vLLM is installed here"
-        fix = f"scripts/build.sh {current.line}, then pip install the wheel in an environment, then "
+        fix = f"scripts/build.sh {current.line}, then pip install the wheel in an environment "
+        fix += "(or take one that has vLLM), then "
         return [(where, f"{fix}series doctor --python ITS/bin/python")]
     found = []
     if vllm["problem"]:
