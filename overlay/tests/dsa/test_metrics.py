@@ -5,6 +5,7 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -181,3 +182,32 @@ def test_upstreams_metrics_page(tmp_path: Path) -> None:
     said = [row for row in done.stdout.splitlines() if row.startswith("RESULT")]
     assert said == ["RESULT off False", "RESULT on True"], done.stderr[-2000:]
     assert list(tmp_path.glob("vllm-dsa-*")) == [], "the server removes its folder"
+
+
+def test_without_a_temporary_folder_everything_else_goes_on(
+    place: Path, monkeypatch: pytest.MonkeyPatch, caplog_vllm
+) -> None:
+    def none() -> str:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    metrics.announce(CONFIG)
+    assert metrics.VARIABLE in os.environ
+    monkeypatch.setattr(metrics.tempfile, "gettempdir", none)
+    registry = CollectorRegistry()
+    metrics.attach(registry)
+    metrics.announce(CONFIG)
+    assert metrics.VARIABLE not in os.environ
+    assert generate_latest(registry) == b""
+    assert "No usable temporary directory" in caplog_vllm.text
+
+
+def test_a_count_survives_a_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(metrics.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(metrics, "_writer", None)
+    monkeypatch.setattr(metrics.threading.Thread, "start", refuse)
+    metrics.announce(CONFIG)
+    counters.count("overlap", "active")
+    assert counters.snapshot("overlap")[0]["count"] == 1 and metrics._writer is None

@@ -54,9 +54,9 @@ def attach(registry: Any) -> None:
 
     Called by upstream's ``attach_router`` of ``/metrics``. Never raises: without a folder nothing is shown.
     """
-    place = folder(os.getpid())
     shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
     try:
+        place = folder(os.getpid())
         if not shared:
             shutil.rmtree(place, ignore_errors=True)  # of a process that had our number
         place.mkdir(mode=0o700, exist_ok=shared)
@@ -72,7 +72,8 @@ def attach(registry: Any) -> None:
 def announce(config: Any) -> None:
     """Tell this process and its children where to write, and as which model and engine.
 
-    Called in the engine core before it starts its workers.
+    Called in the engine core before it starts its workers. Without a temporary folder nothing is announced,
+    so nothing is written.
 
     Args:
         config: the engine's VllmConfig.
@@ -80,8 +81,13 @@ def announce(config: Any) -> None:
     model = getattr(config, "model_config", None)
     name = getattr(model, "served_model_name", None) or getattr(model, "model", "")
     parallel = getattr(config, "parallel_config", None)
+    try:
+        place = folder(os.getppid())
+    except OSError:  # no temporary folder, as in a container that is read-only throughout
+        os.environ.pop(VARIABLE, None)
+        return
     about = {
-        "folder": str(folder(os.getppid())),
+        "folder": str(place),
         "model_name": name[0] if isinstance(name, (list, tuple)) else str(name),
         "engine": str(getattr(parallel, "data_parallel_index", 0)),
     }
@@ -89,11 +95,16 @@ def announce(config: Any) -> None:
 
 
 def start() -> None:
-    """Start the thread that writes this process's counters, if the process belongs to an engine."""
+    """Start the thread that writes this process's counters, if the process belongs to an engine.
+
+    Never raises: it is called in the middle of a forward pass.
+    """
     global _writer
     if _writer is None and VARIABLE in os.environ:
-        _writer = threading.Thread(target=_write_for_ever, name="dsa-metrics", daemon=True)
-        _writer.start()
+        writer = threading.Thread(target=_write_for_ever, name="dsa-metrics", daemon=True)
+        with contextlib.suppress(RuntimeError):  # at the limit of threads, or the interpreter is ending
+            writer.start()
+            _writer = writer
 
 
 def write(last: str = "") -> str:

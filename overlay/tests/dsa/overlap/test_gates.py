@@ -20,8 +20,9 @@ if "vllm.dsa.overlap.schedule" not in ATTENTION.read_text():
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture  # noqa: E402
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.dsa import provenance  # noqa: E402
-from vllm.dsa.overlap import schedule  # noqa: E402
+from vllm.dsa.overlap import feature, schedule  # noqa: E402
 from vllm.models.deepseek_v32 import attention  # noqa: E402
+from vllm.platforms import current_platform  # noqa: E402
 
 from ..conftest import configure_logging  # noqa: E402
 from .attention_double import SERIAL, SHARED, Model  # noqa: E402
@@ -197,6 +198,20 @@ def test_auto_without_a_measurement_acts_as_off(monkeypatch):
     row = vllm.dsa.info()["features"]["overlap"]
     assert row["state"] == "off" and row["reason"] == auto.no_measurement("test")
     assert "no stored measurement" in row["reason"]
+
+
+def test_auto_takes_a_card_without_a_name_for_unmeasured(monkeypatch):
+    class NVMLError(Exception):
+        """As pynvml's: no RuntimeError."""
+
+    def refuse(device_id=0):
+        raise NVMLError("Invalid Argument")
+
+    model = Model(monkeypatch)  # an NVIDIA card
+    monkeypatch.setattr(current_platform, "get_device_name", refuse)
+    assert feature.card_here() == ""
+    assert schedule.make_overlap(model.layers[0], model.config) is None
+    assert features.status(features.KNOWN[0]) == features.Status(features.State.OFF, auto.no_measurement(""))
 
 
 POINTS = ((1, "full"), (4, "full"), (8, "wk"), (16, "off"), (32, "full"))

@@ -56,10 +56,18 @@ NATIVE_IS_MISSING = "native is not in this release; full has the same schedule"
 
 
 def card_here() -> str:
-    """This machine's card as bench/results names it; empty without one."""
+    """This machine's card as bench/results names it; empty without one, or where the driver does not say.
+
+    Never raises: ``auto``, the default, asks while layers are built, where upstream asks nothing.
+    """
     from vllm.platforms import current_platform
 
-    return auto.card_slug(current_platform.get_device_name()) if current_platform.is_cuda() else ""
+    if not current_platform.is_cuda():
+        return ""
+    try:
+        return auto.card_slug(current_platform.get_device_name())
+    except Exception:  # NVML's own errors, of a MIG instance for example, have no common base with others
+        return ""
 
 
 FEATURE = Feature("overlap", "overlap of the indexer with the path to attention", (SWITCH, DISABLE), probe)
