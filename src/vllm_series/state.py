@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_series import importer, overlay, series, stack
-from vllm_series.errors import SeriesError, WouldLoseWork
+from vllm_series.errors import SeriesError, UsageError, WouldLoseWork
 from vllm_series.git import Git
 from vllm_series.pins import Pin
 from vllm_series.stack import Stack
@@ -179,15 +179,19 @@ def require(found: TreeState, line: str, accepted: Iterable[State]) -> None:
     """Refuse a state that a command does not accept.
 
     Raises:
+        UsageError: there is no tree.
         WouldLoseWork: with what would be lost and the command that mends it.
     """
     if found.state in set(accepted):
         return
+    if found.state is State.ABSENT:
+        raise UsageError(f"build/{line} is ABSENT: there is no tree yet", fix=f"series apply {line}")
     shown = found.path.as_posix()
     if found.state is State.DIRTY:
         first = ", ".join(found.dirty[:5]) + (" ..." if len(found.dirty) > 5 else "")
+        many = "1 uncommitted change" if len(found.dirty) == 1 else f"{len(found.dirty)} uncommitted changes"
         raise WouldLoseWork(
-            f"build/{line} is DIRTY: {len(found.dirty)} uncommitted changes ({first})",
+            f"build/{line} is DIRTY: {many} ({first})",
             fix=f"git -C {shown} add -A && git -C {shown} commit, then: series export {line}; "
             f"or drop them (kept under refs/series/saved): series apply {line} --discard",
         )

@@ -23,6 +23,12 @@ def test_first_export(patched: Project) -> None:
     patched.series("verify")
 
 
+def test_without_a_tree_no_work_is_at_stake(two: Project) -> None:
+    shutil.rmtree(two.tree)
+    result = two.series("export", "0.9.0", code=2)
+    assert "ABSENT: there is no tree yet" in result.err and "fix: series apply 0.9.0" in result.err
+
+
 def test_apply_then_export_changes_nothing(two: Project) -> None:
     before = two.snapshot()
     result = two.series("export", "0.9.0")
