@@ -214,6 +214,28 @@ def test_auto_takes_a_card_without_a_name_for_unmeasured(monkeypatch):
     assert features.status(features.KNOWN[0]) == features.Status(features.State.OFF, auto.no_measurement(""))
 
 
+def test_auto_asks_for_the_card_once(monkeypatch):
+    """Not per layer: upstream's call starts and stops NVML."""
+
+    class Platform(type(current_platform)):
+        asked = 0
+
+        @classmethod
+        def is_cuda(cls):
+            return True
+
+        @classmethod
+        def get_device_name(cls, device_id=0):
+            cls.asked += 1
+            return "NVIDIA Other"
+
+    model = Model(monkeypatch)
+    monkeypatch.setattr("vllm.platforms.current_platform", Platform())
+    for layer in model.layers:
+        assert schedule.make_overlap(layer, model.config) is None
+    assert feature.card_here() == "other" and Platform.asked == 1
+
+
 POINTS = ((1, "full"), (4, "full"), (8, "wk"), (16, "off"), (32, "full"))
 
 

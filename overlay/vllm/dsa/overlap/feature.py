@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -62,10 +64,13 @@ def card_here() -> str:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda():
-        return ""
+    return _slug(current_platform.get_device_name) if current_platform.is_cuda() else ""
+
+
+@functools.cache  # upstream's get_device_name starts and stops NVML each time, and each layer asks
+def _slug(get_device_name: Callable[[], str]) -> str:
     try:
-        return auto.card_slug(current_platform.get_device_name())
+        return auto.card_slug(get_device_name())
     except Exception:  # NVML's own errors, of a MIG instance for example, have no common base with others
         return ""
 
