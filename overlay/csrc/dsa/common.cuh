@@ -23,4 +23,14 @@ namespace dsa {
 // The code of the launch just made (a positive cudaError_t or 0). Does not wait for the kernel.
 inline int launch_status() { return static_cast<int>(cudaGetLastError()); }
 
+// DSA_OK on compute capability 9.0, for kernels that have code for it alone.
+inline int check_hopper() {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  if (status != cudaSuccess) return static_cast<int>(status);
+  return major == 9 && minor == 0 ? DSA_OK : DSA_UNSUPPORTED_ARCH;
+}
+
 }  // namespace dsa

@@ -31,16 +31,6 @@ inline int head_shift(int32_t heads) { return heads == 8 ? 3 : heads == 16 ? 4
 
 inline bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-// DSA_OK on the architecture that attend_kernel has code for.
-inline int check_device() {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (status != cudaSuccess) return static_cast<int>(status);
-  return major == 9 && minor == 0 ? DSA_OK : DSA_UNSUPPORTED_ARCH;
-}
-
 template <int kBlocks, bool kFp8>
 int launch(const AttendParams& p, int64_t groups, cudaStream_t stream) {
   constexpr int kBytes = sizeof(AttendShared<kBlocks>) + 1024;
@@ -125,7 +115,7 @@ DSA_EXPORT int dsa_litedsa_attend(const void* q_nope, int64_t nope_token, int64_
   if (!aligned(q_nope, 16) || !aligned(q_rope, 16) || !aligned(kv, 16) || !aligned(masks, 8) || !aligned(out, 4) ||
       (nope_token | nope_head | rope_token | rope_head | kv_row) % 16 || (out_token | out_head) % 4)
     return DSA_INVALID_ARGUMENT;
-  if (const int code = check_device()) return code;
+  if (const int code = dsa::check_hopper()) return code;
   AttendParams p;
   p.q_nope = static_cast<const uint8_t*>(q_nope);
   p.q_rope = static_cast<const uint8_t*>(q_rope);

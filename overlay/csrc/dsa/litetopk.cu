@@ -67,16 +67,6 @@ inline int merged_rows(int64_t queries, int heads, int whole, int splits) {
 
 inline int64_t round_up(int64_t n) { return (n + 255) / 256 * 256; }
 
-// DSA_OK on the architecture that scan_kernel has code for.
-inline int check_device() {
-  int device = 0, major = 0, minor = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
-  if (status != cudaSuccess) return static_cast<int>(status);
-  return major == 9 && minor == 0 ? DSA_OK : DSA_UNSUPPORTED_ARCH;
-}
-
 template <int kHeads, bool kDense>
 int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params& p, int ctas, cudaStream_t stream) {
   constexpr int kBytes = sizeof(Shared<Config<kHeads>::kGroups>) + 1024;
@@ -136,7 +126,7 @@ DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_value
   const int64_t items = whole + (blocks - whole) * splits;
   if (items > INT32_MAX) return DSA_INVALID_ARGUMENT;
 
-  if (const int code = check_device()) return code;
+  if (const int code = dsa::check_hopper()) return code;
   CUtensorMap k_map, scale_map;
   if (!make_maps(k_values, k_scale, static_cast<int>(keys), &k_map, &scale_map)) return DSA_UNSUPPORTED_ARCH;
   uint8_t* bytes = static_cast<uint8_t*>(workspace);
