@@ -20,8 +20,8 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +29,10 @@ from typing import Any
 
 import torch
 from vllm.dsa.litedsa import kernel, plan, reference, selfcheck
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import e2e_prefill
 
 ROOT = Path(__file__).resolve().parents[1]
 K = 2048
@@ -274,15 +278,6 @@ def about() -> dict[str, Any]:
     }
 
 
-def store(path: Path, line: str, rows: list[dict[str, Any]]) -> None:
-    """Append the rows; those of several runs live together, the newest of a case counts."""
-    head = {"schema": 1, "kind": "ratio", "feature": "litedsa", "line": line, "card": "h200", "rows": []}
-    data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8")) if path.exists() else head
-    data["rows"] += rows
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-
-
 def shapes(name: str) -> list[tuple[int, int, float]]:
     """Return (heads, tokens, union ratio); ratios go from 1 to the group size."""
     found = []
@@ -319,7 +314,7 @@ def main() -> None:
         if time.monotonic() - begun > args.limit:
             print("time is up: the remaining shapes were not measured")
             break
-        store(out, args.line, measure(*shape, args))
+        e2e_prefill.append(out, "litedsa", args.line, measure(*shape, args))
         torch.cuda.empty_cache()
 
 
