@@ -35,6 +35,17 @@ def connector() -> dict[str, Any]:
     return {"kv_connector": "DecodeBenchConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def keep_our_fill() -> None:
+    """Let the connector of 0.28.0 fill nothing.
+
+    It has no ``startup_fill``: it would write over our keys with each request, and cannot draw the bytes of
+    the indexer's cache.
+    """
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as module
+
+    module.DecodeBenchConnectorWorker.start_fill_kv = lambda _self, _metadata: None
+
+
 def fill_cache(cache: Any, generator: Any) -> str:
     """Fill one layer's cache in place with random keys of deviation 1, and say as what.
 
@@ -186,6 +197,8 @@ class Engine:
         }
         if filled:
             options["kv_transfer_config"] = connector()
+            if compiled_line():
+                keep_our_fill()
         self.llm = e2e_model.make_engine(
             settings["heads"],
             settings["index_heads"],
@@ -311,8 +324,9 @@ def look(events: list[dict[str, Any]]) -> dict[str, Any]:
     A block is what lies between two norms of the residual stream and holds the fused norms of MLA.
 
     Returns:
-        ``blocks`` (their number), ``streams`` (number of streams that ran kernels) and, if there are blocks,
-        ``block_us`` (median length) and ``together`` (share of their time in which two or more kernels run).
+        ``blocks`` (their number), ``streams`` (number of streams that ran kernels), if there are blocks
+        ``block_us`` (median length), and ``together``: the share of the blocks' time in which two or more
+        kernels run, or of the whole trace's where there are none (0.28.0 has no fused norms).
     """
     events = sorted(events, key=lambda event: event["ts"])
     edges = [e for e in events if "norm" in e["name"].lower() and "norm_rope" not in e["name"]]
@@ -331,6 +345,9 @@ def look(events: list[dict[str, Any]]) -> dict[str, Any]:
     if blocks:
         found["block_us"] = statistics.median(b - a for a, b in blocks)
         found["together"] = together(inside) / length
+    elif events:
+        end = max(event["ts"] + event["dur"] for event in events)
+        found["together"] = together(events) / (end - events[0]["ts"])
     return found
 
 

@@ -166,8 +166,10 @@ def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
     """Rows of every mode against off, and of off's starts against each other (``mode=off``: the noise)."""
 
     def values(mode: str, point: str, what: str) -> list[float]:
-        runs = [start["points"][point] for start in found.get(mode, []) if point in start["points"]]
-        return [statistics.median(run[what]) if isinstance(run[what], list) else run[what] for run in runs]
+        runs = [start["points"].get(point, {}) for start in found.get(mode, [])]
+        # Eager steps have no graph, traces of the compiled line no blocks.
+        kept = [run[what] for run in runs if run.get(what, []) != []]
+        return [statistics.median(value) if isinstance(value, list) else value for value in kept]
 
     rows = []
     for batch, context in points(args):
@@ -179,10 +181,7 @@ def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
                 ("step_us", "step", "us"),
                 ("block_us", "attention block", "us"),
             ):
-                try:
-                    off, ours = values("off", point, what), values(mode, point, what)
-                except (KeyError, statistics.StatisticsError):
-                    continue  # eager steps have no graph, a run without --profile no block
+                off, ours = values("off", point, what), values(mode, point, what)
                 if mode == "off":
                     off, ours = off[0::2], off[1::2]
                 if off and ours:

@@ -96,6 +96,17 @@ def test_eager_starts_have_no_graph_rows(decode: ModuleType, tmp_path: Path) -> 
     assert [row["metric"] for row in rows] == ["step", "graph_MiB"]
 
 
+def test_traces_without_blocks_have_no_block_rows(decode: ModuleType, tmp_path: Path) -> None:
+    args = arguments(decode, tmp_path, "--modes", "off,full")
+    off, full = timed(100), timed(90, together=0.25)
+    del off["block_us"], full["block_us"]
+    rows = decode.time_rows(
+        args, {"off": [start({"B=4 ctx=4096": off})], "full": [start({"B=4 ctx=4096": full})]}
+    )
+    assert [row["metric"] for row in rows] == ["graph", "step", "overlap fraction", "graph_MiB"]
+    assert (rows[2]["baseline"], rows[2]["ours"]) == (0.0, 0.25)
+
+
 def checked(*hashes: str, tokens: int = 5) -> dict[str, Any]:
     return {"logits": [f"{name} 1.5" for name in hashes], "tokens": [[tokens]]}
 
@@ -184,7 +195,9 @@ def test_a_trace_is_read_block_by_block(engine: ModuleType) -> None:
     second = [event | {"ts": event["ts"] + 60} for event in layer]
     found = engine.look([*second, *layer])
     assert found == {"blocks": 2, "streams": 2, "block_us": 18, "together": pytest.approx(6 / 18)}
-    assert engine.look([kernel("gemm", 0, 1)]) == {"blocks": 0, "streams": 1}
+    unfused = [kernel("gemm", 0, 8), kernel("gemm", 6, 4, stream=9)]
+    assert engine.look(unfused) == {"blocks": 0, "streams": 2, "together": pytest.approx(2 / 10)}
+    assert engine.look([]) == {"blocks": 0, "streams": 0}
 
 
 def test_time_together(engine: ModuleType) -> None:
