@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times prefill in the vLLM engine with LiteTopK off and on, in turn in one engine, and compares the results.
 
-    python bench/litetopk_e2e.py --line 0.33.0 --heads 16 --index-heads 64 --tokens 524288 --out rows.json
+    python bench/litetopk_e2e.py --line 0.33.0 --heads 16 --index-heads 64 --tokens 131072:0 524288 --out FILE
 
 One engine is started with VLLM_LITETOPK=1 (so that the start-up check runs and its workspace is set aside);
 then the switch changes between requests: it is read when a step is planned and when the op runs. Weights are
-seeded (bench/e2e_model.py), so hidden states, scores and tokens vary. Beside the times it stores
+seeded (bench/e2e_model.py), so hidden states, scores and tokens vary. Beside the times it stores, for each
+length of the prompt,
 
-- whether the first tokens are the same off and on, for single prompts and for two concurrent long requests;
+- whether the first tokens are the same off and on, for single prompts and for two concurrent long requests,
+  with ``--prefix-hits`` also for a prompt of which most is in the prefix cache;
 - how many of the top-k members differ from upstream's own kernels on the same inputs, and how far below
   upstream's cut-off the lowest of them scores, in sampled rows of each fused chunk;
 - the distribution of the scores, without which a time of a top-k says little;
 - how many requests were fused, and how many declined with which reason.
 
-``--dispatch always`` with ``--min-keys`` measures sizes that the engine's table does not hold (yet). With
-``--tensor-parallel 2`` and ``--shard-min-rows 1024`` upstream's row sharding is on (0.33.0).
+A length alone takes the sizes of the engine's table; ``LENGTH:KEYS`` fuses every request from so many keys
+on, to measure sizes that the table does not hold (yet). With ``--tensor-parallel 2`` and
+``--shard-min-rows 1024`` upstream's row sharding is on (0.33.0). ``--mtp 1`` adds a draft layer with an
+indexer of its own. Exit code 1: something differed that should not, or a length from which requests should be
+fused had none.
 """
 
 from __future__ import annotations
@@ -32,84 +37,22 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import e2e_prefill
+import litetopk_compare
 
 SWITCH = "VLLM_LITETOPK"
-SAMPLED_ROWS = 8
 
 
-class Watch:
-    """In place of the engine's kernel: runs it, and compares some rows with upstream's kernels."""
+class Engine(e2e_prefill.Engine):
+    """An engine whose requests find no cached prefix but that of a request with the same salt."""
 
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-        self.rows: list[dict[str, float]] = []
+    salt = ""
+    calls = 0
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.kernel, name)
-
-    def run(self, q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any, out: Any) -> None:
-        """See `vllm.dsa.litetopk.backend.Backend.run`."""
-        self.kernel.run(q, k, k_scale, weights, ks, ke, out)
-        few = slice(max(0, q.shape[0] - SAMPLED_ROWS), q.shape[0])
-        self.rows.append(
-            compared(q[few], k, k_scale, weights[few], ks[few].contiguous(), ke[few].contiguous(), out[few])
-        )
-
-
-def upstream_logits(q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any) -> Any:
-    """Upstream's logits with column 0 at the row's first key, on either line."""
-    import inspect
-
-    from vllm.utils import deep_gemm
-
-    logits = deep_gemm.fp8_fp4_mqa_logits
-    if "max_seqlen_k" in inspect.signature(logits).parameters:
-        return logits((q, None), (k, k_scale), weights, ks, ke, int((ke - ks).max()))
-    start = int(ks.min())  # one request a chunk: all rows begin at the same key
-    return logits((q, None), (k, k_scale), weights, ks, ke, clean_logits=False)[:, start:]
-
-
-def compared(q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any, ours: Any) -> dict[str, float]:
-    """Compare rows of one chunk with upstream's logits and their top-k; and describe these logits."""
-    import torch
-
-    logits = upstream_logits(q, k, k_scale, weights, ks, ke).float()
-    lengths = (ke - ks)[:, None]
-    inside = torch.arange(logits.shape[1], device=logits.device) < lengths
-    masked = torch.where(inside, logits, -torch.inf)
-    width = min(ours.shape[1], logits.shape[1])
-    best = masked.topk(width, 1)
-    cut = best.values[:, -1]
-    ids = ours[:, :width].long().clamp(min=0)
-    lowest = masked.gather(1, ids).amin(1)
-    mask = torch.zeros_like(inside).scatter_(1, ids, True)
-    differ = (~mask.gather(1, best.indices)).sum(1)
-    last = masked[-1, : int(lengths[-1])]
-    centred = last - last.mean()
-    newest = best.indices[-1] >= int(lengths[-1]) - 4096
-    return {
-        "members": float(width * ours.shape[0]),
-        "differ": float(differ.sum()),
-        "below_cut": float(((cut - lowest) / cut.abs().clamp(min=1)).max()),
-        "mean": float(last.mean()),
-        "deviation": float(last.std()),
-        "skew": float((centred**3).mean() / last.std() ** 3),
-        "kurtosis": float((centred**4).mean() / last.std() ** 4),
-        "from_newest_4096": float(newest.float().mean()),
-        "keys": float(lengths.max()),
-    }
-
-
-def summary(rows: list[dict[str, float]]) -> dict[str, Any]:
-    """All chunks of all layers together; the distribution is that of the longest row of each, averaged."""
-    if not rows:
-        return {"chunks": 0}
-    found: dict[str, Any] = {"chunks": len(rows)}
-    found["members"], found["differ"] = (sum(row[name] for row in rows) for name in ("members", "differ"))
-    found["below_cut"] = max(row["below_cut"] for row in rows)
-    for name in ("mean", "deviation", "skew", "kurtosis", "from_newest_4096"):
-        found[name] = statistics.fmean(row[name] for row in rows)
-    return found
+    def generate(self, prompts: list[dict], **sampling: Any) -> list[Any]:
+        """See `e2e_prefill.Engine.generate`. Without a salt each call has its own."""
+        self.calls += 1
+        salt = self.salt or f"call {self.calls}"
+        return super().generate([prompt | {"cache_salt": salt} for prompt in prompts], **sampling)
 
 
 def set_in_worker(_worker: Any, setting: dict[str, str]) -> None:
@@ -120,9 +63,22 @@ def set_in_worker(_worker: Any, setting: dict[str, str]) -> None:
         envs.disable_envs_cache()
 
 
-def switch(engine: e2e_prefill.Engine, on: bool) -> None:
-    """Set LiteTopK off or on for the requests that follow, in all processes of the engine."""
-    setting = {SWITCH: str(int(on))}
+def length(text: str) -> tuple[int, int | None]:
+    """Read ``LENGTH`` or ``LENGTH:KEYS``."""
+    tokens, _, keys = text.partition(":")
+    return int(tokens), int(keys) if keys else None
+
+
+def switch(engine: Engine, on: bool, min_keys: int | None) -> None:
+    """Set LiteTopK off or on for the requests that follow, in all processes of the engine.
+
+    From ``min_keys`` keys on, or at the sizes of the table.
+    """
+    setting = {
+        SWITCH: str(int(on)),
+        f"{SWITCH}_DISPATCH": "measured" if min_keys is None else "always",
+        f"{SWITCH}_MIN_KEYS": str(min_keys or 0),
+    }
     e2e_prefill.apply(setting)
     engine.llm.collective_rpc(set_in_worker, args=(setting,))
 
@@ -139,41 +95,66 @@ def tokens_of(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
-def measure(args: argparse.Namespace) -> dict[str, Any]:
-    """Start the engine and return times, answers, comparisons and counters."""
+def start(args: argparse.Namespace) -> Engine:
+    """Start the engine with LiteTopK on, for prompts up to the longest."""
+    e2e_prefill.apply({SWITCH: "1"})
+    longest = max(tokens for tokens, _ in args.tokens)
+    return Engine(argparse.Namespace(**vars(args) | {"tokens": longest}))
+
+
+def after_prefix(engine: Engine, tokens: int) -> list[Any]:
+    """First token of a prompt of ``tokens`` whose beginning is cached, and how many tokens were."""
+    whole = e2e_prefill.prompt(tokens, 9)
+    engine.salt = f"prefix {engine.calls}"
+    engine.generate([{"prompt_token_ids": whole["prompt_token_ids"][: tokens * 5 // 8]}])
+    (output,) = engine.generate([whole])
+    engine.salt = ""
+    return [*tokens_of([output]), output.num_cached_tokens]
+
+
+def counted() -> dict[tuple[str, str], int]:
+    """The counters of LiteTopK in this process, by outcome and reason."""
     from vllm.dsa import counters
+
+    return {(str(r["outcome"]), str(r["reason"])): int(r["count"]) for r in counters.snapshot("litetopk")}
+
+
+def measure(engine: Engine, tokens: int, min_keys: int | None, args: argparse.Namespace) -> dict[str, Any]:
+    """Return times, answers, comparisons and counters of one length of the prompt."""
     from vllm.dsa.litetopk import backend
 
-    e2e_prefill.apply(
-        {
-            SWITCH: "1",
-            "VLLM_LITETOPK_DISPATCH": args.dispatch,
-            "VLLM_LITETOPK_MIN_KEYS": str(args.min_keys),
-        }
-    )
-    engine = e2e_prefill.Engine(args)
+    sizes = argparse.Namespace(tokens=tokens)
+    before = counted()
     result: dict[str, Any] = {"off": {"seconds": []}, "on": {"seconds": []}}
-    pair = [e2e_prefill.prompt(args.tokens // 2, 7), e2e_prefill.prompt(args.tokens // 2 - 77, 8)]
+    pair = [e2e_prefill.prompt(tokens // 2, 7), e2e_prefill.prompt(tokens // 2 - 77, 8)]
     for name in ("off", "on"):
-        switch(engine, name == "on")
-        result[name]["answers"] = e2e_prefill.answers(engine, args)  # also warms up
+        switch(engine, name == "on", min_keys)
+        result[name]["answers"] = e2e_prefill.answers(engine, sizes)  # also warms up
         result[name]["pair"] = tokens_of(engine.generate(pair))
+        if args.prefix_hits:
+            result[name]["prefix"] = after_prefix(engine, tokens)
     if args.tensor_parallel == 1:  # with more the kernel runs in worker processes
-        watch = Watch(backend.current)
+        watch = litetopk_compare.Watch(backend.current)
         backend.current = watch
-        switch(engine, True)
-        engine.prefill_seconds(args.tokens, 0)
+        switch(engine, True, min_keys)
+        engine.prefill_seconds(tokens, 0)
         backend.current = watch.kernel
-        result["compared"] = summary(watch.rows)
+        result["compared"] = litetopk_compare.summary(watch.rows)
     for run in range(args.runs):
         for name in (("off", "on"), ("on", "off"))[run % 2]:
-            switch(engine, name == "on")
-            result[name]["seconds"].append(engine.prefill_seconds(args.tokens, run))
-    result["counters"] = counters.snapshot("litetopk")
+            switch(engine, name == "on", min_keys)
+            result[name]["seconds"].append(engine.prefill_seconds(tokens, run))
+    result["counters"] = [
+        {"outcome": outcome, "reason": reason, "count": count - before.get((outcome, reason), 0)}
+        for (outcome, reason), count in counted().items()
+        if count > before.get((outcome, reason), 0)
+    ]
     return result
 
 
-def rows(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
+def rows(
+    args: argparse.Namespace, tokens: int, min_keys: int | None, result: dict[str, Any]
+) -> list[dict[str, Any]]:
     """Rows of the results schema."""
     import torch
 
@@ -190,11 +171,13 @@ def rows(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any
     a, b = statistics.median(off["seconds"]), statistics.median(on["seconds"])
     same, equal, worst = e2e_prefill.compare(off["answers"], on["answers"])
     pair = float(off["pair"] == on["pair"])
-    case = f"e2e heads={args.heads} index={args.index_heads} S={args.tokens} dist=seeded"
-    if args.dispatch != "measured":
-        case += f" dispatch={args.dispatch} min_keys={args.min_keys}"
+    case = f"e2e heads={args.heads} index={args.index_heads} S={tokens} dist=seeded"
+    if min_keys is not None:
+        case += f" dispatch=always min_keys={min_keys}"
     if args.tensor_parallel > 1:
         case += f" tp={args.tensor_parallel} shard_min_rows={args.shard_min_rows}"
+    if args.mtp:
+        case += f" mtp={args.mtp}"
 
     def row(
         metric: str, unit: str, baseline: float, ours: float, ratio: float, **more: Any
@@ -216,6 +199,10 @@ def rows(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any
         row("same first tokens", "1", 1.0, float(same), float(same), equal=equal, largest_difference=worst),
         row("same tokens of two concurrent requests", "1", 1.0, pair, pair),
     ]
+    if args.prefix_hits:
+        cached = on["prefix"][1]
+        prefix = float(off["prefix"] == on["prefix"] and cached > 0)
+        found.append(row("same token after a prefix hit", "1", 1.0, prefix, prefix, cached_tokens=cached))
     seen = result.get("compared", {"chunks": 0})
     if seen["chunks"]:
         recall = 1 - seen["differ"] / seen["members"]
@@ -231,20 +218,23 @@ def main() -> int:
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--index-heads", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=131072)
+    parser.add_argument("--tokens", type=length, nargs="+", default=[(131072, 0)], metavar="LENGTH[:KEYS]")
     parser.add_argument("--runs", type=int, default=5, help="timed prefills of each setting")
-    parser.add_argument("--dispatch", choices=("measured", "always"), default="measured")
-    parser.add_argument("--min-keys", type=int, default=0)
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step (max_num_batched_tokens)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shard-min-rows", type=int, default=65536)
+    parser.add_argument("--prefix-hits", action="store_true", help="also a prompt with a cached prefix")
+    parser.add_argument("--mtp", type=int, default=0, help="draft tokens of a step, from one draft layer")
     parser.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
     parser.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.hf_config = rope(args.tokens) | args.hf_config
-    args.llm = {"max_num_batched_tokens": args.chunk} | args.llm
+    args.hf_config = rope(max(tokens for tokens, _ in args.tokens)) | args.hf_config
+    args.llm = {"max_num_batched_tokens": args.chunk, "enable_prefix_caching": args.prefix_hits} | args.llm
+    if args.mtp:
+        args.hf_config = {"num_nextn_predict_layers": 1} | args.hf_config
+        args.llm = {"speculative_config": {"method": "mtp", "num_speculative_tokens": args.mtp}} | args.llm
     if args.tensor_parallel > 1:
         args.llm = {
             "tensor_parallel_size": args.tensor_parallel,
@@ -252,17 +242,25 @@ def main() -> int:
         } | args.llm
         os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")  # workers get the seeded loader
         os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of set_in_worker, to workers of our own
-    result = measure(args)
-    found = rows(args, result)
-    for row in found:
-        print(json.dumps(row))
-    if args.out:
-        e2e_prefill.append(args.out, "litetopk", args.line, found)
-    # Different prompts with the same best log-probabilities mean a model whose layers do nothing.
-    if len({json.dumps(answer["logprobs"]) for answer in result["off"]["answers"]}) < 2:
-        print("error: the answers do not depend on the prompt", file=sys.stderr)
-        return 1
-    return 0 if all(row["ratio"] == 1 for row in found if row["metric"].startswith("same")) else 1
+    engine = start(args)
+    failed = False
+    for tokens, min_keys in args.tokens:
+        result = measure(engine, tokens, min_keys, args)
+        found = rows(args, tokens, min_keys, result)
+        for row in found:
+            print(json.dumps(row), flush=True)
+        if args.out:
+            e2e_prefill.append(args.out, "litetopk", args.line, found)
+        # Different prompts with the same best log-probabilities mean a model whose layers do nothing.
+        if len({json.dumps(answer["logprobs"]) for answer in result["off"]["answers"]}) < 2:
+            print("error: the answers do not depend on the prompt", file=sys.stderr)
+            failed = True
+        expected = min_keys is not None and min_keys <= tokens and args.tensor_parallel == 1
+        if expected and not result["compared"]["chunks"]:
+            print(f"error: no chunk of a prompt of {tokens} tokens was fused", file=sys.stderr)
+            failed = True
+        failed = failed or any(row["ratio"] != 1 for row in found if row["metric"].startswith("same"))
+    return int(failed)
 
 
 if __name__ == "__main__":

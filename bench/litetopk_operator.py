@@ -4,8 +4,8 @@
     litetopk_operator.py --line LINE [--set table|small|distributions|matrix] [--shapes N] [--resume]
 
 Upstream's path is DeepGEMM's `fp8_fp4_mqa_logits` and `top_k_per_row_prefill`, once in the row slices of
-the default 512 MiB logits budget and once as one matrix (where that is at most 40 GiB). Both are taken from
-an installed vLLM. Where there is none, `--upstream DIR` names an unpacked wheel of it (of which only
+the default 512 MiB logits budget and once as one matrix (at most --matrix-gib). Both are taken from an
+installed vLLM. Where there is none, `--upstream DIR` names an unpacked wheel of it (of which only
 `vllm/third_party/deep_gemm` is used) and `--top-k-library FILE` a shared library that launches upstream's
 top-k kernel: `int up_topk(logits, starts, ends, out, rows, stride0, stride1, k, stream)`.
 
@@ -35,7 +35,6 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "overlay" / "tests"))
 BUDGET = 512 << 20
-MATRIX_LIMIT = 40 << 30
 K = 2048
 
 #: (heads, queries, keys, requests, distribution)
@@ -210,7 +209,7 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
         "ours": ours,
         "512MiB": lambda: up.run(case, theirs, longest, slices),
     }
-    if len(slices) > 1 and queries * longest * 4 <= MATRIX_LIMIT:
+    if len(slices) > 1 and queries * longest * 4 <= args.matrix_gib << 30:
         calls["matrix"] = lambda: up.run(case, theirs, longest, [(0, queries, 0, keys)])
     found, runs = medians(calls, args.runs, args.seconds)
     if len(slices) == 1:
@@ -356,6 +355,7 @@ def main() -> None:
     parser.add_argument("--set", default="table", choices=("table", "small", "distributions", "matrix"))
     parser.add_argument("--shapes", type=int, default=133, help="shapes of the matrix to take, at most 317")
     parser.add_argument("--resume", action="store_true", help="leave out shapes that FILE already has")
+    parser.add_argument("--matrix-gib", type=int, default=40, help="largest one big matrix that is timed")
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape; at least one run is made")
     parser.add_argument("--limit", type=float, default=500.0, help="start no shape after so many seconds")

@@ -119,6 +119,9 @@ def on(monkeypatch):
     ready.reset()
     monkeypatch.setenv("VLLM_LITETOPK", "1")
     monkeypatch.setenv("VLLM_LITETOPK_DISPATCH", "always")
+    monkeypatch.setenv(
+        "VLLM_INDEXER_LOGITS_SLAB", "off"
+    )  # it takes the place of the logits in the profile run
     yield
     ready.reset()
 

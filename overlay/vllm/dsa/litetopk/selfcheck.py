@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.dsa.litetopk import kernel, reference
 
@@ -20,18 +20,21 @@ def random_case(
     """Return ``q, k, k_scale, weights, ks, ke`` of two uneven requests; some weights are negative."""
     import torch
 
+    # An engine may have set other defaults; the same numbers on every card, so they are drawn on the CPU.
     g = torch.Generator(device="cpu").manual_seed(seed)
+    drawn: dict[str, Any] = {"generator": g, "dtype": torch.float32, "device": "cpu"}
+    whole: dict[str, Any] = {"dtype": torch.int32, "device": "cpu"}
     fp8 = torch.float8_e4m3fn
-    q = torch.randn(queries, heads, 128, generator=g).to(fp8)
-    k = torch.randn(keys, 128, generator=g).to(fp8)
-    k_scale = torch.rand(keys, generator=g) * 0.5 + 0.5
-    weights = torch.randn(queries, heads, generator=g) * 0.1
+    q = torch.randn(queries, heads, 128, **drawn).to(fp8)
+    k = torch.randn(keys, 128, **drawn).to(fp8)
+    k_scale = torch.rand(keys, **drawn) * 0.5 + 0.5
+    weights = torch.randn(queries, heads, **drawn) * 0.1
     cut, border = queries // 3, keys // 4
-    ks = torch.zeros(queries, dtype=torch.int32)
+    ks = torch.zeros(queries, **whole)
     ks[cut:] = border
-    ke = torch.empty(queries, dtype=torch.int32)
-    ke[:cut] = border - torch.arange(cut, 0, -1, dtype=torch.int32) + 1
-    ke[cut:] = keys - torch.arange(queries - cut, 0, -1, dtype=torch.int32) + 1
+    ke = torch.empty(queries, **whole)
+    ke[:cut] = border - torch.arange(cut, 0, -1, **whole) + 1
+    ke[cut:] = keys - torch.arange(queries - cut, 0, -1, **whole) + 1
     return tuple(t.to(device) for t in (q, k, k_scale, weights, ks, torch.maximum(ks, ke)))
 
 
@@ -45,7 +48,7 @@ def check(device: torch.device | str, heads: int, k: int, seed: int = 0) -> str:
 
     for queries, keys in ((21, 20011), (9, 3001)):
         q, keys_, k_scale, weights, ks, ke = random_case(queries, keys, heads, seed, device)
-        scores = torch.full((queries, keys), -torch.inf, device=device)
+        scores = torch.full((queries, keys), -torch.inf, dtype=torch.float32, device=device)
         out = torch.full((queries, k), -7, dtype=torch.int32, device=device)
         kernel.litetopk_scores(q, keys_, k_scale, weights, ks, ke, scores)
         kernel.litetopk(q, keys_, k_scale, weights, ks, ke, out)
