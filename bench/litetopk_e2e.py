@@ -31,6 +31,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -140,7 +141,10 @@ def measure(engine: Engine, tokens: int, min_keys: int | None, args: argparse.Na
         engine.prefill_seconds(tokens, 0)
         backend.current = watch.kernel
         result["compared"] = litetopk_compare.summary(watch.rows)
+    begun = time.monotonic()
     for run in range(args.runs):
+        if run and time.monotonic() - begun > args.seconds:
+            break
         for name in (("off", "on"), ("on", "off"))[run % 2]:
             switch(engine, name == "on", min_keys)
             result[name]["seconds"].append(engine.prefill_seconds(tokens, run))
@@ -160,7 +164,7 @@ def rows(
 
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     common = {
-        "runs": args.runs,
+        "runs": len(result["on"]["seconds"]),
         "commit": args.commit,
         "driver": subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0].strip(),
         "torch": torch.__version__,
@@ -220,6 +224,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--tokens", type=length, nargs="+", default=[(131072, 0)], metavar="LENGTH[:KEYS]")
     parser.add_argument("--runs", type=int, default=5, help="timed prefills of each setting")
+    parser.add_argument("--seconds", type=float, default=60, help="of a length; no timed run begins later")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step (max_num_batched_tokens)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shard-min-rows", type=int, default=65536)
