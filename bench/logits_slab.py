@@ -74,12 +74,15 @@ def run(way: str, args: argparse.Namespace) -> list[int]:
 def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
     import torch
 
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+    commit = args.commit
+    if not commit:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
+        commit = done.stdout.strip()
     mib = {way: [value / 2**20 for value in values] for way, values in found.items()}
     about = {
         "unit": "MiB",
         "runs": 1,
-        "commit": commit.stdout.strip(),
+        "commit": commit,
         "torch": torch.__version__,
         "driver": driver(),
         "date": datetime.date.today().isoformat(),
@@ -152,6 +155,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8192)
     parser.add_argument("--heads", type=int, default=64)
     parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--commit", default="", help="of the checkout, where git cannot tell it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--way", choices=("own", "slab"), help=argparse.SUPPRESS)

@@ -4,9 +4,11 @@
     python bench/logits_slab_engine.py --line 0.33.0 [--tokens 262144] [--out FILE] [--plot FILE.png]
 
 Each setting starts an engine of its own on the seeded model of ``e2e_model``, sends one prompt, steps the
-engine by hand and notes the allocator's reserved bytes after each step; the first token of both must agree.
-Needs what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm`` the engine's
-options.
+engine by hand and notes the allocator's reserved bytes after each step; the first token of both must agree, and
+the largest difference of the best log-probabilities is stored (the order in which a top-k writes its ids is
+free, so it need not be 0). The allocator's cache is emptied before the first step, as upstream does it after
+its profile run. Needs what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model,
+``--llm`` the engine's options.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ import logits_slab
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """One engine: reserved bytes after each step, the first token, and what the feature did."""
+    """One engine: reserved bytes after each step, the first token, its rivals, and what the feature did."""
     import torch
 
     overrides = {"max_position_embeddings": args.tokens + 64} | args.hf_config
@@ -41,16 +43,30 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     engine.add_request(
         "long",
         e2e_prefill.prompt(args.tokens, 1),
-        SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False),
+        SamplingParams(
+            max_tokens=1,
+            temperature=0,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=e2e_prefill.TOP_LOGPROBS,
+        ),
     )
-    reserved, token = [], None
+    torch.cuda.empty_cache()
+    reserved, token, best = [], None, {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                token = output.outputs[0].token_ids[0]
+                (answer,) = output.outputs
+                token = answer.token_ids[0]
+                best = {str(key): float(value.logprob) for key, value in answer.logprobs[0].items()}
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_stats()["reserved_bytes.all.current"])
-    return {"reserved": reserved, "token": token, "did": counters.snapshot("logits_slab")}
+    return {
+        "reserved": reserved,
+        "token": token,
+        "logprobs": best,
+        "did": counters.snapshot("logits_slab"),
+    }
 
 
 def main() -> None:
@@ -65,6 +81,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--hf-config", type=json.loads, default={})
     parser.add_argument("--llm", type=json.loads, default={})
+    parser.add_argument("--commit", default="", help="of the checkout, where git cannot tell it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
@@ -88,7 +105,9 @@ def main() -> None:
         raise SystemExit(f"other first tokens: {found['own']['token']} and {found['slab']['token']}")
     series = {way: value["reserved"] for way, value in found.items()}
     rows = logits_slab.rows_of(series, args)
+    _, _, apart = e2e_prefill.compare([found["own"]], [found["slab"]])
     for row in rows:
+        row["largest_logprob_difference"] = apart
         row["case"] = f"slab e2e heads={args.heads} index={args.index_heads} S={args.tokens}"
         print(json.dumps(row))
     if args.out:
