@@ -4,11 +4,11 @@
     python bench/logits_slab_engine.py --line 0.33.0 [--tokens 262144] [--out FILE] [--plot FILE.png]
 
 Each setting starts an engine of its own on the seeded model of ``e2e_model``, sends one prompt, steps the
-engine by hand and notes the allocator's reserved bytes after each step; the first token of both must agree, and
-the largest difference of the best log-probabilities is stored (the order in which a top-k writes its ids is
-free, so it need not be 0). The allocator's cache is emptied before the first step, as upstream does it after
-its profile run. Needs what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model,
-``--llm`` the engine's options.
+engine by hand and notes the reserved bytes after each step. The first token of both must agree; the
+largest difference of the best log-probabilities is stored (the order in which a top-k writes its ids is free,
+so it need not be 0). The allocator's cache is emptied before the first step, as upstream does it after its
+profile run. Needs what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm``
+the engine's options.
 """
 
 from __future__ import annotations
