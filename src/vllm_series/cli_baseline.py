@@ -365,13 +365,16 @@ def diff_command(
                 # What upstream's run did not reach cannot be compared.
                 patched = Run.load(place / result_name(mode)) if saved else run(mode, list(upstream.files))
                 again = confirmed(results / "confirmed.json", mode) if results is not None else None
+                planned = None if saved else files_of
+                if results is not None:  # there a mode of one feature runs some of the files
+                    planned = list(patched.files)
                 diff = session.compare(
                     upstream,
                     patched,
                     confirm=not no_confirm,
                     force=force,
                     again=again,
-                    planned=None if saved else files_of,
+                    planned=planned,
                 )
                 quarantine_rows(diff, entries)
                 render.show(diff, console, broken=verbose)

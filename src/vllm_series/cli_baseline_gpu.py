@@ -11,13 +11,14 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from vllm_series import pins
+from vllm_series import pins, series
 from vllm_series.baseline import card as cards
 from vllm_series.baseline import quarantine, render, store
 from vllm_series.baseline.device_kit import make_kit
 from vllm_series.baseline.diff import Diff
 from vllm_series.baseline.diff import quarantine as mark
 from vllm_series.baseline.gpu_plan import FILE_S, FLOOR, GpuPlan, card_name, gpu_plan, named
+from vllm_series.baseline.modes import Mode
 from vllm_series.baseline.outcome import Run
 from vllm_series.baseline.plan import Plan, make_plan
 from vllm_series.baseline.select import chosen, split_modes
@@ -73,13 +74,33 @@ def lease(
     file_s: float = FILE_S,
     only: Sequence[str] | None = None,
     also: Sequence[str] = (),
+    features: Sequence[Mode] = (),
 ) -> GpuPlan:
-    """Plan a lease of a card: ``also`` and the files of the plan, or ``only`` these."""
+    """Plan a lease of a card: ``also`` and the files of the plan, or ``only`` these.
+
+    A mode of ``features`` runs all of ``only``, but of a plan those tests alone that import what the
+    feature's patches touch.
+    """
     on_card, on_cpu = store.read(ws, plan.line, card), store.read(ws, plan.line)
     if only is not None:
-        return named(plan, only, on_card, on_cpu, file_s)
+        return named(plan, only, on_card, on_cpu, file_s, {mode.name: None for mode in features})
+    patches = series.load(ws, plan.line)
+    touched = {
+        mode.name: frozenset(
+            path for one in patches if mode.feature in one.get("Feature") for path in one.paths
+        )
+        for mode in features
+    }
     return gpu_plan(
-        plan, on_card, on_cpu, budget_s=60 * minutes, modes=modes, jobs=jobs, file_s=file_s, also=also
+        plan,
+        on_card,
+        on_cpu,
+        budget_s=60 * minutes,
+        modes=modes,
+        jobs=jobs,
+        file_s=file_s,
+        also=also,
+        features=touched,
     )
 
 
@@ -90,8 +111,10 @@ def print_lease(plan: Plan, found: GpuPlan) -> None:
     for one in found.files:
         whole = one.expected <= one.seconds
         limit = f"{one.seconds:.0f} s" if whole else f"{one.seconds:.0f} s and {one.sample} tests"
+        also = "".join(f" +{mode}" for mode in one.features)
         print(
-            f"{one.weight:6.3f} {one.expected:6.0f} s  {limit:19} {one.path}  < {reaches.get(one.path, '')}"
+            f"{one.weight:6.3f} {one.expected:6.0f} s  {limit:19} {one.path}{also}"
+            f"  < {reaches.get(one.path, '')}"
         )
     telling = [one for one in found.dropped if one.weight >= FLOOR]
     for one in telling:
@@ -128,10 +151,12 @@ def kit_command(
     """Make a folder that runs upstream's GPU tests on a machine without network, where LINE's vLLM is."""
     ws = workspace(ctx)
     with Session(ws, line, Options(1, "fresh")) as session:
-        place, number, names = _kit(
-            session, modes, files, also, kernels, minutes, jobs, file_seconds, card, ws.root / out
+        place = ws.root / out
+        plan, found, names = _kit(
+            session, modes, files, also, kernels, minutes, jobs, file_seconds, card, place
         )
-    print(f"{place}: {number} test files. On the GPU machine, with {line} on PYTHONPATH:")
+    print_lease(plan, found)
+    print(f"{place}: {len(found.files)} test files. On the GPU machine, with {line} on PYTHONPATH:")
     print(
         "  PYTHONPATH=KIT/packages:$PYTHONPATH python -m vllm_series.baseline.device --kit KIT --out OUT "
         f"--budget {60 * minutes:.0f} --jobs {jobs}"
@@ -150,20 +175,30 @@ def _kit(
     file_s: float,
     card: str,
     out: Path,
-) -> tuple[Path, int, list[str]]:
-    """Make the kit; returns its folder, the number of its test files, and its modes beside upstream."""
+) -> tuple[Plan, GpuPlan, list[str]]:
+    """Make the kit; returns the line's plan, what of it is in the kit, and its modes beside upstream."""
     ws, line = session.ws, session.line
     sites = session.site(patched=False), session.site(patched=True)
     plan = make_plan(ws, line, sites[0])
     names = session.modes(split_modes(modes))
     only = chosen(plan, "gpu", files, 0, sites[0].path) if files else None
     first = chosen(plan, "gpu", also, 0, sites[0].path) if also else ()
-    found = lease(
-        ws, plan, card, modes=1 + len(names), minutes=minutes, jobs=jobs, file_s=file_s, only=only, also=first
-    )
     wanted = [session.mode(one) for one in names]
+    special = [mode for mode in wanted if mode.feature]
+    found = lease(
+        ws,
+        plan,
+        card,
+        modes=1 + len(wanted) - len(special),
+        minutes=minutes,
+        jobs=jobs,
+        file_s=file_s,
+        only=only,
+        also=first,
+        features=special,
+    )
     make_kit(ws, line, odb(ws), sites, found.files, wanted, kernels, out)
-    return out, len(found.files), names
+    return plan, found, names
 
 
 @click.command("gpu")
@@ -215,15 +250,15 @@ def gpu_command(
         say(f"{line}: {machine.gpu}, vLLM {machine.vllm} of {machine.python}")
         with Session(ws, line, Options(jobs, "fresh")) as session:
             out, place = session.root / "gpu", session.root / "gpu-kit"
-            kit, _, wanted = _kit(
+            _, _, wanted = _kit(
                 session, modes, files, also, kernels, minutes, jobs, file_seconds, card, place
             )
-            _device(machine.python, kit, out, session.root / "gpu-work", minutes, jobs, isolation)
+            _device(machine.python, place, out, session.root / "gpu-work", minutes, jobs, isolation)
             upstream, rows = Run.load(out / "upstream.json"), {}
             for mode in wanted:
                 patched = Run.load(out / result_name(mode))
                 again = confirmed(out / "confirmed.json", mode)
-                diff = session.compare(upstream, patched, again=again)
+                diff = session.compare(upstream, patched, again=again, planned=list(patched.files))
                 if not diff.exact:
                     mark(diff, entries)
                 render.show(diff, console, broken=verbose)

@@ -57,14 +57,18 @@ def test_device_runs_both_trees_without_touching_the_installed_one(
     installed = write(tmp_path / "site", {**package, "vllm/old.py": "", "torch/__init__.py": TORCH})
     plan = {
         "line": "0.0.0",
-        "files": [{"path": "tests/test_a.py", "seconds": 2000, "sample": 0}],
-        "modes": {"upstream": {}, "off": {"VLLM_DSA": "0"}},
-        "trees": {"upstream": "a" * 40, "off": "b" * 40},
+        "files": [
+            {"path": "tests/test_a.py", "seconds": 2000, "sample": 0, "modes": ["upstream", "off"]},
+            {"path": "tests/test_b.py", "seconds": 2000, "sample": 0, "modes": ["upstream", "feature:x"]},
+        ],
+        "modes": {"upstream": {}, "off": {"VLLM_DSA": "0"}, "feature:x": {"VLLM_X": "1"}},
+        "trees": {"upstream": "a" * 40, "off": "b" * 40, "feature:x": "b" * 40},
     }
     kit = write(
         tmp_path / "kit",
         {
             "tests/test_a.py": TEST,
+            "tests/test_b.py": "import os\ndef test_x(): assert 'VLLM_X' not in os.environ\n",
             "pyproject.toml": "",
             "patched/vllm/__init__.py": "VALUE = 2\n",
             "patched/vllm/dsa/__init__.py": "",
@@ -85,8 +89,11 @@ def test_device_runs_both_trees_without_touching_the_installed_one(
     kernels = [(tmp_path / "work" / side / "vllm/_dsa_C.so").exists() for side in ("pristine", "patched")]
     assert kernels == [False, "vllm/_dsa_C.so" in package]
     before, after = Run.load(out / "upstream.json"), Run.load(out / "off.json")
-    assert before.counts() == {"passed": 5}
-    found = compare(before, after, exact=True)
+    assert before.counts() == {"passed": 6} and set(after.files) == {"tests/test_a.py"}
+    feature = compare(before, Run.load(out / "feature-x.json"), exact=False, planned=["tests/test_b.py"])
+    assert [(row.node, row.kind) for row in feature.rows] == [("tests/test_b.py::test_x", Kind.REGRESSION)]
+    assert not feature.unreached
+    found = compare(before, after, exact=True, planned=list(after.files))
     judge(found, confirmed(out / "confirmed.json", "off"))
     kinds = {row.node.rpartition("::")[2]: row.kind for row in found.rows}
     assert kinds == {

@@ -155,6 +155,18 @@ def test_files_that_are_asked_for_come_first_and_take_their_time() -> None:
     assert len(found.dropped) == 6 and not {one.path for one in found.dropped} & set(also)
 
 
+def test_a_mode_of_one_feature_runs_the_tests_of_what_its_patches_touch() -> None:
+    other = dataclasses.replace(planned("other", 0.5), reaches=(CROWDED,))
+    plan = Plan("0.0.0", [RARE, CROWDED], [], [planned("rare", 1.0), other])
+    cpu = {f"tests/{name}.py": Recorded(1, {"skipped": 500}) for name in ("rare", "other")}
+    features = {"feature:x": frozenset({RARE}), "feature:y=1": frozenset({RARE, MIDDLE})}
+    found = gpu_plan(plan, {}, cpu, budget_s=45 + 150, modes=2, jobs=2, features=features)
+    assert [(one.path, one.features) for one in found.files] == [("tests/rare.py", tuple(features))]
+    assert [one.path for one in found.dropped] == ["tests/other.py"]  # 240 of 300 s went to four modes
+    every = named(plan, ["tests/other.py"], {}, cpu, features={"feature:x": None})
+    assert every.files[0].features == ("feature:x",)
+
+
 def test_files_of_little_relevance_come_last_by_relevance() -> None:
     """A lease has room for everything: what half of the tree has fills it up, however quick it is."""
     tests = [planned("slow", 0.1), planned("junk", 0.001), planned("better", 0.02)]

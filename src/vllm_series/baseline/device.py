@@ -105,11 +105,14 @@ def main(argv: list[str] | None = None) -> int:
         mode: FileRunner(pools[mode], site, scratch, Limits(args.test_seconds, args.budget))
         for mode, (site, _, scratch) in prepared.items()
     }
-    jobs = [(file, mode) for file in plan["files"] for mode in runners]
+    jobs = [(file, mode) for file in plan["files"] for mode in file.get("modes", runners)]
     runs = {
         mode: Run(plan["line"], mode, plan["trees"][mode], dict(env), dict(machine), date=_now())
         for mode, env in plan["modes"].items()
     }
+    for file, mode in jobs:  # so that the results of all modes hold the same files whenever the machine goes
+        name = str(file["path"])
+        runs[mode].files[name] = FileRun(0.0, 0.0, 0, {name: Node("not_run", NOT_YET)})
     stop = end - RERUNS * args.budget
 
     def one(job: tuple[dict[str, Any], str]) -> tuple[str, str, FileRun]:
@@ -191,7 +194,7 @@ def _confirm(
     for mode, run in runs.items():
         if mode == "upstream":
             continue
-        found = diffing.compare(runs["upstream"], run, exact=mode == "off")
+        found = diffing.compare(runs["upstream"], run, exact=mode == "off", planned=list(run.files))
         if found.of(*diffing.DOUBTFUL) and time.monotonic() < end:
             diffing.confirm(found, again("upstream"), again(mode), lambda file: False)
             said[mode] = {row.node: row.again for row in found.rows if row.again}

@@ -71,9 +71,10 @@ def make_kit(
     shutil.copytree(source / "baseline", keep / "baseline", ignore=shutil.ignore_patterns("__pycache__"))
     for name in ("__init__.py", "errors.py"):
         shutil.copy2(source / name, keep / name)
+    every = ["upstream", *(mode.name for mode in modes if mode.patched and not mode.feature)]
     plan = {
         "line": line,
-        "files": [one.as_dict() for one in files],
+        "files": [{**one.as_dict(), "modes": [*every, *one.features]} for one in files],
         "modes": {"upstream": {}, **{mode.name: mode.env for mode in modes if mode.patched}},
         "trees": {"upstream": pristine.tree, **{mode.name: patched.tree for mode in modes if mode.patched}},
     }

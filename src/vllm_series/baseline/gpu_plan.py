@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 from vllm_series.baseline import needs
 from vllm_series.baseline.outcome import LEFT_OUT, NOT_RUN
@@ -24,17 +25,23 @@ FILE_S = 60.0  # most that one file gets of one mode
 @dataclass(frozen=True)
 class GpuFile:
     """One file of a lease. ``seconds`` is its limit in one mode; of more than ``sample`` tests only that many
-    run, the same ones in each mode."""
+    run, the same ones in each mode. ``features``: the modes of one feature that it runs in besides."""
 
     path: str
     weight: float
     expected: float
     seconds: float
     sample: int
+    features: tuple[str, ...] = ()
 
     def as_dict(self) -> dict[str, object]:
         """For the kit's ``plan.json``."""
         return {"path": self.path, "seconds": self.seconds, "sample": self.sample}
+
+
+#: Modes of one feature -> the upstream files that its patches touch, None for any: such a mode runs only the
+#: tests that import or name one of them.
+Features = Mapping[str, frozenset[str] | None]
 
 
 @dataclass
@@ -77,6 +84,7 @@ def gpu_plan(
     jobs: int,
     file_s: float = FILE_S,
     also: Sequence[str] = (),
+    features: Features = MappingProxyType({}),
 ) -> GpuPlan:
     """Fill ``budget_s`` seconds of a card.
 
@@ -89,13 +97,14 @@ def gpu_plan(
         jobs: files at a time.
         file_s: most that one file gets in one mode.
         also: files that come first, whatever they reach.
+        features: further modes, which run some of the files.
     """
     rest = [one.path for one in candidates(plan, on_card) if one.path not in also]
-    rows = named(plan, also, on_card, on_cpu, file_s).files
-    rows += sorted(named(plan, rest, on_card, on_cpu, file_s).files, key=_order)
-    found, left = GpuPlan(), max(0.0, budget_s - SETUP_S) * jobs / modes
+    rows = named(plan, also, on_card, on_cpu, file_s, features).files
+    rows += sorted(named(plan, rest, on_card, on_cpu, file_s, features).files, key=_order)
+    found, left = GpuPlan(), max(0.0, budget_s - SETUP_S) * jobs
     for row in rows:
-        cost = min(row.expected, row.seconds)
+        cost = min(row.expected, row.seconds) * (modes + len(row.features))
         if cost <= left:
             found.files.append(row)
             left -= cost
@@ -116,14 +125,18 @@ def named(
     on_card: Mapping[str, Recorded],
     on_cpu: Mapping[str, Recorded],
     file_s: float = FILE_S,
+    features: Features = MappingProxyType({}),
 ) -> GpuPlan:
-    """A lease of exactly these files, in this order, each with its limit and sample."""
+    """A lease of exactly these files, in this order, each with its limit, its sample and the modes of
+    features that concern it."""
     known = {one.path: one for one in plan.tests}
     absent = PlannedTest("", 0, (), needs.Need(needs.OTHER, ""), None, 0, 0.0)
-    rows = [
-        _timed(replace(known.get(path, absent), path=path), on_card.get(path), on_cpu.get(path), file_s)
-        for path in paths
-    ]
+    rows = []
+    for path in paths:
+        test = replace(known.get(path, absent), path=path)
+        row = _timed(test, on_card.get(path), on_cpu.get(path), file_s)
+        modes = [mode for mode, files in features.items() if files is None or files & set(test.reaches)]
+        rows.append(replace(row, features=tuple(modes)))
     return GpuPlan(rows)
 
 

@@ -23,6 +23,12 @@ class Mode:
     env: dict[str, str]
     exact: bool = False
 
+    @property
+    def feature(self) -> str:
+        """The feature that a mode is of; empty for the others."""
+        kind, _, rest = self.name.partition(":")
+        return rest.partition("=")[0] if kind == "feature" else ""
+
 
 def features(tree: Path) -> dict[str, str]:
     """Return ``{feature: main switch}`` of the registry in a patched tree (``vllm/dsa/features.py``),
