@@ -185,6 +185,8 @@ class Engine:
         self.per_step = settings["per_step"]
         self.timer = GraphTimer()
         self.graph_bytes: list[int] = []
+        self.runner: Any = None
+        self._prompts: tuple[tuple[int, int], list[dict[str, list[int]]]] = ((0, 0), [])
         if ordered:
             sort_ids()
         self._watch_capture()
@@ -225,6 +227,7 @@ class Engine:
 
         def watched(runner: Any, *args: Any, **kwargs: Any) -> Any:
             size = capture(runner, *args, **kwargs)
+            self.runner = runner
             if not kwargs.get("profile_only") and isinstance(size, int):
                 self.graph_bytes.append(size)
             return size
@@ -249,10 +252,12 @@ class Engine:
     def _add(self, batch: int, context: int, steps: int) -> None:
         from vllm import SamplingParams
 
+        if self._prompts[0] != (batch, context):
+            self._prompts = (batch, context), [prompt(context, context + index) for index in range(batch)]
         params = SamplingParams(max_tokens=steps, temperature=0, ignore_eos=True, detokenize=False)
-        for index in range(batch):
+        for made in self._prompts[1]:
             self._requests += 1
-            self.llm.llm_engine.add_request(str(self._requests), prompt(context, context + index), params)
+            self.llm.llm_engine.add_request(str(self._requests), made, params)
 
     def _steps(self, count: int) -> dict[str, list[int]]:
         tokens: dict[str, list[int]] = {}
@@ -267,16 +272,15 @@ class Engine:
             tokens |= self._steps(1)
         return tokens
 
-    def time(self, batch: int, context: int, steps: int, profiled: int = 0) -> dict[str, Any]:
-        """Decode a batch and time ``steps`` steps; then profile ``profiled`` more.
+    def time(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """Decode a batch and time ``steps`` steps.
 
         Returns:
-            ``graph_us`` (GPU time of the graphs, per step), ``step_us`` (wall, mean of the steps), ``steps``,
-            and with ``profiled`` what `look` returns.
+            ``graph_us`` (GPU time of the graphs, per step), ``step_us`` (wall, mean of the steps), ``steps``.
         """
         import torch
 
-        self._add(batch, context, (WARM + steps + profiled + 8) * self.per_step)
+        self._add(batch, context, (WARM + steps + 8) * self.per_step)
         self._steps(WARM)
         self.timer.take()
         self.timer.on = True
@@ -288,11 +292,16 @@ class Engine:
         replays = self.timer.take()
         per_step = max(1, round(len(replays) / steps))
         graphs = [sum(replays[i : i + per_step]) for i in range(0, len(replays) - per_step + 1, per_step)]
-        result = {"graph_us": graphs, "step_us": wall, "steps": steps, "replays_per_step": per_step}
-        if profiled:
-            result |= look(self._profile(profiled))
         self._finish()
-        return result
+        return {"graph_us": graphs, "step_us": wall, "steps": steps, "replays_per_step": per_step}
+
+    def profile(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        """Decode a batch and profile ``steps`` steps: what `look` and `listing` return."""
+        self._add(batch, context, (WARM + steps + 8) * self.per_step)
+        self._steps(WARM)
+        events = self._profile(steps)
+        self._finish()
+        return look(events) | {"kernels": listing(events, steps)}
 
     def _profile(self, steps: int) -> list[dict[str, Any]]:
         import torch
@@ -349,6 +358,16 @@ def look(events: list[dict[str, Any]]) -> dict[str, Any]:
         end = max(event["ts"] + event["dur"] for event in events)
         found["together"] = together(events) / (end - events[0]["ts"])
     return found
+
+
+def listing(events: list[dict[str, Any]], steps: int) -> list[list[Any]]:
+    """The kernels of about the last of ``steps`` steps: stream, start, length (us), start of the name."""
+    events = sorted(events, key=lambda event: event["ts"])
+    last = events[-(len(events) // max(1, steps)) :] if events else []
+    return [
+        [e.get("args", {}).get("stream"), round(e["ts"] - last[0]["ts"], 2), e["dur"], e["name"][:60]]
+        for e in last
+    ]
 
 
 def together(events: list[dict[str, Any]]) -> float:

@@ -5,9 +5,11 @@
     python bench/e2e_decode.py check --heads 16 --index-heads 64 --out bench/results/overlap/0.33.0-h200.json
 
 A mode is fixed when a graph is captured, so each round starts one engine per mode, in turn (off, wk, full,
-off, wk, full). One start measures all points. What a start measured is kept in ``--raw`` and not measured
-again: a run that was cut off goes on where it stopped, and rows are made of what is there. ``check`` prefills
-for real, sorts the ids of every top-k and compares the hashes of all logits and all tokens with off.
+off, wk, full). One start measures all points. With ``--in-process`` (line 0.33.0) one engine captures the
+graphs of every mode, as often as there are rounds, and they take turns at each point on the same prompts and
+caches. What a start measured is kept in ``--raw`` and not measured again: a run that was cut off goes on
+where it stopped, and rows are made of what is there. ``check`` prefills for real, sorts the ids of every
+top-k and compares the hashes of all logits and all tokens with off.
 """
 
 from __future__ import annotations
@@ -29,8 +31,10 @@ MODES = ("off", "wk", "full", "auto")
 #: Context of --long-batch, tokens of a cache block, and (batch, context) of the points of a check.
 LONG = 131072
 BLOCK = 64
-CHECKS = [(1, 700), (4, 3000), (16, 3000), (64, 900), (2, 20000)]
+CHECKS = [(1, 700), (4, 3000), (16, 3000), (64, 900), (3, 20), (2, 20000)]
 CHECK_STEPS = 16
+#: Those of them at which a branch is held up (``--late``).
+LATE_CHECKS = [(1, 700), (16, 3000), (3, 20)]
 
 
 def points(args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -72,36 +76,10 @@ def environment(mode: str) -> dict[str, str]:
     return {"VLLM_INDEXER_OVERLAP": mode}
 
 
-def child(args: argparse.Namespace) -> None:
-    """One engine start; the environment is set. Writes what it measured after every point."""
-    import torch
-    from decode_engine import Engine
-
-    engine = Engine(settings(args), filled=args.what == "time", ordered=args.what == "check")
-    import vllm.dsa
-
-    device = torch.cuda.get_device_properties(0)
-    result: dict[str, Any] = {
-        "start_seconds": engine.start_seconds,
-        "graph_MiB": [size / 2**20 for size in engine.graph_bytes],
-        "caches": engine.caches,
-        "card": device.name,
-        "torch": torch.__version__,
-        "overlap": vllm.dsa.info()["features"]["overlap"],
-        "points": {},
-    }
-    for batch, context in points(args):
-        if args.what == "time":
-            found = engine.time(batch, context, args.steps, args.profile)
-        else:
-            found = engine.check(batch, context, CHECK_STEPS)
-        result["points"][f"B={batch} ctx={context}"] = found
-        args.child.write_text(json.dumps(result))
-        print(f"{args.what} B={batch} ctx={context} done", flush=True)
-    result["peak_MiB"] = torch.cuda.max_memory_allocated() / 2**20
-    result["overlap"] = vllm.dsa.info()["features"]["overlap"]
-    result["complete"] = True
-    args.child.write_text(json.dumps(result))
+def variants(args: argparse.Namespace) -> list[tuple[str, str, str]]:
+    """Name of the raw results, mode and late branch of everything that is run."""
+    late = [(f"{args.modes[-1]}+{where}", args.modes[-1], where) for where in args.late]
+    return [(mode, mode, "") for mode in args.modes] + (late if args.what == "check" else [])
 
 
 def raw_file(args: argparse.Namespace, mode: str, number: int) -> Path:
@@ -115,12 +93,18 @@ def run_starts(args: argparse.Namespace) -> int:
     """Start the engines that are still missing, in turn. Returns how many failed."""
     failed = 0
     rounds = 1 if args.what == "check" else args.rounds
+    Path(args.raw).mkdir(parents=True, exist_ok=True)
+    if args.in_process:
+        files = [raw_file(args, name, number) for name, _, _ in variants(args) for number in range(rounds)]
+        if all(file.is_file() and json.loads(file.read_text()).get("complete") for file in files):
+            return 0
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", str(files[0])]
+        return int(subprocess.run(command, env=os.environ | environment("off")).returncode != 0)
     for number in range(rounds):
         for mode in args.modes:
             file = raw_file(args, mode, number)
             if file.is_file() and json.loads(file.read_text()).get("complete"):
                 continue
-            file.parent.mkdir(parents=True, exist_ok=True)
             command = [sys.executable, __file__, *sys.argv[1:], "--child", str(file)]
             print(f"start {mode} {number}", flush=True)
             failed += subprocess.run(command, env=os.environ | environment(mode)).returncode != 0
@@ -138,9 +122,9 @@ def case(args: argparse.Namespace, mode: str, phase: str, point: str) -> str:
 def starts(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """What was measured, by mode, in the order of the rounds."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for mode in args.modes:
-        files = [raw_file(args, mode, number) for number in range(args.rounds)]
-        found[mode] = [json.loads(file.read_text()) for file in files if file.is_file()]
+    for name, _, _ in variants(args):
+        files = [raw_file(args, name, number) for number in range(args.rounds)]
+        found[name] = [json.loads(file.read_text()) for file in files if file.is_file()]
     return found
 
 
@@ -205,17 +189,17 @@ def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
 def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Two rows per mode and point: share of steps with the bits of off's logits; whether all tokens agree."""
     rows = []
-    for mode in args.modes:
-        if mode == "off" or not found.get(mode) or not found.get("off"):
+    for name, mode, late in variants(args):
+        if name == "off" or not found.get(name) or not found.get("off"):
             continue
-        for point, ours in found[mode][0]["points"].items():
+        for point, ours in found[name][0]["points"].items():
             off = found["off"][0]["points"].get(point)
             if off is None:
                 continue
             same = sum(a == b for a, b in zip(off["logits"], ours["logits"], strict=False))
             share = same / max(len(off["logits"]), len(ours["logits"]))
             tokens = float(off["tokens"] == ours["tokens"])
-            where = case(args, mode, "check", point)
+            where = case(args, mode, "check", point) + (f" late={late}" if late else "")
             for metric, value in (("equal logits", share), ("equal tokens", tokens)):
                 rows.append(
                     {
@@ -249,7 +233,7 @@ def about(args: argparse.Namespace, start: dict[str, Any]) -> dict[str, Any]:
         "torch": start.get("torch", "unknown"),
         "date": datetime.date.today().isoformat(),
         "layers": args.layers,
-    }
+    } | ({"in_process": True} if args.in_process else {})
 
 
 def numbers(text: str) -> list[int]:
@@ -277,7 +261,15 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--long-batch", type=numbers, default=[1, 4], help=f"batches at {LONG} tokens")
     made.add_argument("--steps", type=int, default=300, help="timed steps per point")
     made.add_argument("--profile", type=int, default=10, help="profiled steps per point after the timed ones")
+    made.add_argument("--profile-batch", type=numbers, default=[], help="profile these batches only")
     made.add_argument("--rounds", type=int, default=2, help="engine starts per mode")
+    made.add_argument("--in-process", action="store_true", help="all modes in one engine start")
+    made.add_argument(
+        "--late",
+        type=lambda text: text.split(","),
+        default=[],
+        help="with check --in-process: also hold up a branch of the last mode (decode_modes.LATE)",
+    )
     made.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
     made.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
     made.add_argument("--raw", default="build/overlap-raw", help="folder of what each start measured")
@@ -296,15 +288,20 @@ def main(argv: list[str] | None = None) -> int:
         made.error(f"--modes is a list of {', '.join(MODES)} with off in it, not {','.join(args.modes)}")
     only_rows = args.what == "rows"
     args.what = args.of if only_rows else args.what
+    if args.late and not args.in_process:
+        made.error("--late needs --in-process")
     if args.child:
-        child(args)
+        import decode_child
+
+        plan = decode_child.Plan(settings(args), points(args), LATE_CHECKS, CHECK_STEPS, variants(args))
+        decode_child.run(args, plan, lambda name, number: raw_file(args, name, number))
         return 0
     failed = 0 if only_rows else run_starts(args)
     found = starts(args)
     if not any(found.values()):
         print(f"error: {args.raw} holds nothing of this configuration", file=sys.stderr)
         return 1
-    first = next(start for mode in args.modes for start in found[mode])
+    first = next(start for made_of in found.values() for start in made_of)
     made_rows = time_rows(args, found) if args.what == "time" else check_rows(args, found)
     rows = [row | about(args, first) for row in made_rows]
     for row in rows:

@@ -70,7 +70,9 @@ def read(folder: Path) -> dict[Key, dict[int, Point]]:
             match = CASE.fullmatch(row["case"])
             if match is None or row["metric"] != "graph" or row["ratio"] is None:
                 continue
-            key = (data["line"], data["card"], int(match["heads"]), int(match["index"]), match["graph"])
+            # The decode graphs of all modes of vLLM that have full ones are the same: what `auto` asks for.
+            graph = "FULL" if match["graph"].startswith("FULL") else match["graph"]
+            key = (data["line"], data["card"], int(match["heads"]), int(match["index"]), graph)
             point = found[key][int(match["batch"])]
             point.ratios[match["mode"]][int(match["context"])] = row["ratio"]
     return found

@@ -2,6 +2,7 @@
 """Two ranks decode with and without the overlap: same tokens, and no hang.
 
     python bench/overlap_tp.py --run /tmp/tp --out rows.json        # all of what follows
+    python bench/overlap_tp.py --run /tmp/tp --in-process --out rows.json   # one start of the ranks for both
     torchrun --nproc-per-node 2 bench/overlap_tp.py --mode off --tokens off.json
     torchrun --nproc-per-node 2 bench/overlap_tp.py --mode full --tokens full.json
     python bench/overlap_tp.py --compare off.json full.json --out rows.json
@@ -32,8 +33,9 @@ POINTS = [(1, 3000), (16, 900), (4, 9000)]
 
 
 def generate(args: argparse.Namespace) -> None:
-    """One rank."""
-    os.environ["VLLM_INDEXER_OVERLAP"] = args.mode
+    """One rank. Of several modes (line 0.33.0) each has graphs of its own in one engine."""
+    names = args.mode.split(",")
+    os.environ["VLLM_INDEXER_OVERLAP"] = names[0]
     from decode_engine import Engine
 
     world = int(os.environ["WORLD_SIZE"])
@@ -53,16 +55,26 @@ def generate(args: argparse.Namespace) -> None:
         },
     }
     engine = Engine(settings, filled=False, ordered=True)
-    found = {f"B={batch} ctx={context}": engine.check(batch, context, STEPS) for batch, context in POINTS}
     import torch
     import vllm.dsa
+    from vllm.dsa import counters
 
-    if os.environ["RANK"] == "0":
-        about = {"mode": args.mode, "world": world, "points": found, "torch": torch.__version__}
-        about |= {"heads": args.heads, "index_heads": args.index_heads, "graph": args.graph}
-        about["overlap"] = vllm.dsa.info()["features"]["overlap"]
-        args.tokens.write_text(json.dumps(about))
-        print(f"{args.mode}: {STEPS} steps of {len(POINTS)} batches on {world} ranks", flush=True)
+    turns = None
+    if len(names) > 1:
+        from decode_modes import Modes
+
+        turns = Modes(engine.runner)
+    for name in names:
+        if turns is not None:
+            turns.capture(name, name)
+        found = {f"B={batch} ctx={context}": engine.check(batch, context, STEPS) for batch, context in POINTS}
+        if os.environ["RANK"] == "0":
+            about = {"mode": name, "world": world, "points": found, "torch": torch.__version__}
+            about |= {"heads": args.heads, "index_heads": args.index_heads, "graph": args.graph}
+            about["overlap"] = vllm.dsa.info()["features"]["overlap"]
+            about["forks"] = counters.snapshot("overlap")
+            (args.tokens / f"{name}.json" if turns else args.tokens).write_text(json.dumps(about))
+            print(f"{name}: {STEPS} steps of {len(POINTS)} batches on {world} ranks", flush=True)
 
 
 def compare(off: dict[str, Any], ours: dict[str, Any]) -> list[dict[str, Any]]:
@@ -94,17 +106,18 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--mode", choices=["off", "wk", "full"])
+    parser.add_argument("--mode", choices=["off", "wk", "full", "off,full"])
     parser.add_argument("--heads", type=int, default=16, help="per rank")
     parser.add_argument("--index-heads", type=int, default=64)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--graph", default="FULL_AND_PIECEWISE")
     parser.add_argument("--limit", type=int, default=280, help="seconds")
-    parser.add_argument("--tokens", type=Path, help="where rank 0 writes what it generated")
+    parser.add_argument("--tokens", type=Path, help="where rank 0 writes; of off,full a folder")
     parser.add_argument(
         "--run", type=Path, metavar="DIR", help="start off and full on --ranks ranks, compare"
     )
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--in-process", action="store_true", help="with --run: both modes in one start")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OFF", "OURS"))
     parser.add_argument("--line", default="0.33.0")
     parser.add_argument("--commit", default="unknown")
@@ -113,7 +126,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.run:
         args.run.mkdir(parents=True, exist_ok=True)
         args.compare = [args.run / "off.json", args.run / "full.json"]
-        for file in args.compare:
+        both = [("off,full", args.run)]
+        for mode, file in both if args.in_process else [(file.stem, file) for file in args.compare]:
             command = [
                 sys.executable,
                 "-m",
@@ -122,7 +136,7 @@ def main(argv: list[str] | None = None) -> int:
                 str(args.ranks),
                 __file__,
             ]
-            command += ["--mode", file.stem, "--tokens", str(file), "--graph", args.graph]
+            command += ["--mode", mode, "--tokens", str(file), "--graph", args.graph]
             command += ["--heads", str(args.heads), "--index-heads", str(args.index_heads)]
             command += ["--layers", str(args.layers), "--limit", str(args.limit)]
             subprocess.run(command, check=True)

@@ -167,6 +167,94 @@ def test_starts_take_turns_and_what_is_measured_is_not_measured_again(
     assert (raw / "log").read_text() == "off wk full off wk full full full "
 
 
+class Turns:
+    """An engine and its modes that only note what they are told."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+        self.mode = ""
+
+    def capture(self, name: str, mode: str, late: str = "") -> dict[str, Any]:
+        self.log.append(f"capture {name} {mode} {late}".rstrip())
+        self.use(name)
+        return {"graph_MiB": 7.0, "forks": []}
+
+    def use(self, name: str) -> None:
+        self.mode = name
+
+    def time(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        self.log.append(f"time {self.mode} {batch} {context}")
+        return {"graph_us": [90.0 if "full" in self.mode else 100.0], "step_us": 500.0, "steps": steps}
+
+    def profile(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        self.log.append(f"profile {self.mode} {batch} {context}")
+        return {"blocks": 1, "streams": 2, "block_us": 40.0, "together": 0.5, "kernels": []}
+
+    def check(self, batch: int, context: int, steps: int) -> dict[str, Any]:
+        return checked("a", "a" if self.mode == "full+side-end" else "b")
+
+
+def in_turn(decode: ModuleType, monkeypatch: pytest.MonkeyPatch, command: list[str]) -> tuple[Any, Turns]:
+    """Run the one engine start of ``--in-process`` on `Turns`."""
+    told = importlib.import_module("decode_child")
+    monkeypatch.setattr(told, "finish", lambda result, file: file.write_text(json.dumps(result)))
+    args, turns = decode.parser().parse_args(command), Turns()
+    plan = told.Plan({}, decode.points(args), decode.LATE_CHECKS, 2, decode.variants(args))
+    run = told.check_in_turn if args.what == "check" else told.time_in_turn
+    if args.what == "check":
+        counters = type(sys)("vllm.dsa")
+        counters.counters = type("Counters", (), {"snapshot": staticmethod(lambda name: [])})
+        monkeypatch.setitem(sys.modules, "vllm", type(sys)("vllm"))
+        monkeypatch.setitem(sys.modules, "vllm.dsa", counters)
+    run(
+        args,
+        plan,
+        lambda name, number: decode.raw_file(args, name, number),
+        turns,
+        turns,
+        {"torch": "2.14.0"},
+    )
+    return args, turns
+
+
+def test_modes_take_turns_in_one_engine(
+    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["time", "--in-process", "--batch", "1,4", "--context", "4096", "--long-batch", ""]
+    command += ["--modes", "off,full", "--profile-batch", "4", "--raw", str(tmp_path)]
+    args, turns = in_turn(decode, monkeypatch, command)
+    assert turns.log == [
+        *("capture off 0 off", "capture full 0 full", "capture full 1 full", "capture off 1 off"),
+        *("time off 0 1 4096", "time full 0 1 4096", "time full 1 1 4096", "time off 1 1 4096"),
+        *("time off 0 4 4096", "time full 0 4 4096", "time full 1 4 4096", "time off 1 4 4096"),
+        *("profile off 0 4 4096", "profile full 0 4 4096"),
+    ]
+    rows = decode.time_rows(args, decode.starts(args))
+    found = {(r["case"].split()[0], r["case"].split()[5], r["metric"]): r["ours"] for r in rows}
+    assert found["mode=full", "B=1", "graph"] == found["mode=full", "B=4", "graph"] == 90
+    assert found["mode=full", "B=4", "overlap fraction"] == 0.5
+    assert ("mode=full", "B=1", "overlap fraction") not in found
+    assert decode.about(args, {})["in_process"] is True
+
+
+def test_a_check_in_one_engine_holds_branches_up(
+    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["check", "--in-process", "--late", "main-after,side-end", "--raw", str(tmp_path)]
+    args, turns = in_turn(decode, monkeypatch, command)
+    assert turns.log[-2:] == [
+        "capture full+main-after full main-after",
+        "capture full+side-end full side-end",
+    ]
+    rows = decode.check_rows(args, decode.starts(args))
+    assert len(rows) == 2 * (2 * len(decode.CHECKS) + 2 * len(decode.LATE_CHECKS))
+    unequal = [row["case"] for row in rows if row["metric"] == "equal logits" and row["ours"] != 1.0]
+    assert len(unequal) == len(decode.LATE_CHECKS) and all("late=side-end" in name for name in unequal)
+    with pytest.raises(SystemExit):
+        decode.main(["check", "--late", "side-end"])
+    assert "--late needs --in-process" in capsys.readouterr().err
+
+
 def test_off_is_needed(decode: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
     for modes in ("wk,full", "off,fast"):
         with pytest.raises(SystemExit) as stopped:
@@ -198,6 +286,17 @@ def test_a_trace_is_read_block_by_block(engine: ModuleType) -> None:
     unfused = [kernel("gemm", 0, 8), kernel("gemm", 6, 4, stream=9)]
     assert engine.look(unfused) == {"blocks": 0, "streams": 2, "together": pytest.approx(2 / 10)}
     assert engine.look([]) == {"blocks": 0, "streams": 0}
+
+
+def test_the_kernels_of_the_last_step_are_listed(engine: ModuleType) -> None:
+    events = [
+        kernel("a", 0, 1),
+        kernel("b", 2, 1, stream=9),
+        kernel("a", 10, 1),
+        kernel("b", 12, 1, stream=9),
+    ]
+    assert engine.listing(events, 2) == [[7, 0, 1, "a"], [9, 2, 1, "b"]]
+    assert engine.listing([], 2) == []
 
 
 def test_time_together(engine: ModuleType) -> None:

@@ -75,7 +75,8 @@ def test_the_newest_row_of_a_case_counts(table: ModuleType, tmp_path: Path) -> N
 def test_what_is_written_is_what_auto_reads(
     table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    results(tmp_path / "results", {("full", 1): [1.06, 1.05, 1.02], ("wk", 16): [1.0, 1.0, 1.0]})
+    measured = {("full", 1): [1.06, 1.05, 1.02], ("wk", 16): [1.0, 1.0, 1.0]}
+    results(tmp_path / "results", measured, graph="FULL_DECODE_ONLY")
     written = tmp_path / "measured.py"
     written.write_text("")
     where = ["--results", str(tmp_path / "results"), "--table", str(written)]

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Several modes of the indexer's overlap in one engine of line 0.33.0, each with CUDA graphs of its own.
+
+A mode is read where a layer is built and fixed where a graph is captured. Both are done again here, in a
+memory pool of its own for each name, and all graphs stay, so that modes take turns on the same requests,
+caches and addresses. Not for line 0.28.0, where torch.compile fixes the mode.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+#: Where a branch of a fork can be held up, and the clock cycles of it: some 1 ms, far more than a layer.
+LATE = ("main-before", "main-after", "side-begin", "side-end")
+DELAY = 2_000_000
+
+
+def late_lane(where: str) -> Any:
+    """A lane on vLLM's auxiliary stream of which one branch is late, so that a missing wait shows."""
+    import torch
+    from vllm.dsa.overlap.schedule import _side_stream
+    from vllm.dsa.overlap.streams import Lane
+
+    class Late(Lane):
+        def fork(self) -> None:
+            if where == "main-before":
+                torch.cuda._sleep(DELAY)
+            super().fork()
+            if where == "main-after":
+                torch.cuda._sleep(DELAY)
+
+        def run(self, body: Any, *args: Any, **kwargs: Any) -> Any:
+            def delayed(*args: Any, **kwargs: Any) -> Any:
+                if where == "side-begin":
+                    torch.cuda._sleep(DELAY)
+                result = body(*args, **kwargs)
+                if where == "side-end":
+                    torch.cuda._sleep(DELAY)
+                return result
+
+            return super().run(delayed, *args, **kwargs)
+
+    return Late(_side_stream())
+
+
+class Modes:
+    """The sets of graphs of one engine, by name.
+
+    Args:
+        runner: upstream's V2 model runner, started and without requests.
+    """
+
+    def __init__(self, runner: Any) -> None:
+        if getattr(runner, "speculator", None) is not None:
+            raise RuntimeError("modes cannot take turns in an engine that speculates")
+        self.runner = runner
+        self.layers = [layer for layer in runner.model.modules() if hasattr(layer, "_indexer_overlap")]
+        if not self.layers:
+            raise RuntimeError("no layer of this model calls vllm.dsa.overlap.schedule")
+        self._sets: dict[str, tuple[list[Any], dict[Any, Any], dict[Any, Any]]] = {}
+
+    def capture(self, name: str, mode: str, late: str = "") -> dict[str, Any]:
+        """Build the overlap of all layers for ``mode``, capture all graphs again, and use them.
+
+        Returns:
+            ``graph_MiB`` (memory taken by the capture) and ``forks`` (what the capture decided, by reason).
+        """
+        import torch
+        import vllm.envs as envs
+        from vllm.config import set_current_vllm_config
+        from vllm.dsa import counters
+        from vllm.dsa.overlap.schedule import make_overlap
+
+        manager, breakable = self.runner.cudagraph_manager, self.runner.cudagraph_manager.breakable_cg_runner
+        os.environ["VLLM_INDEXER_OVERLAP"] = mode
+        cached = envs._is_envs_cache_enabled()
+        envs.disable_envs_cache()
+        overlaps = [make_overlap(layer, self.runner.vllm_config) for layer in self.layers]
+        if cached:
+            envs.enable_envs_cache()
+        if late:
+            for overlap in overlaps:
+                overlap._lane = late_lane(late)
+        self._sets[name] = (overlaps, {}, {})
+        self.use(name)
+        manager.pool = torch.cuda.graph_pool_handle()
+        if breakable is not None:
+            breakable.graph_pool = manager.pool
+        counters.reset()
+        with set_current_vllm_config(self.runner.vllm_config):
+            size = self.runner.capture_model()
+        torch.cuda.synchronize()
+        return {"graph_MiB": size / 2**20, "forks": counters.snapshot("overlap")}
+
+    def use(self, name: str) -> None:
+        """Let a captured set run from the next step on, its mode in eager passes too."""
+        overlaps, graphs, entries = self._sets[name]
+        for layer, overlap in zip(self.layers, overlaps, strict=True):
+            layer._indexer_overlap = overlap
+        manager = self.runner.cudagraph_manager
+        manager.graphs = graphs
+        if manager.breakable_cg_runner is not None:
+            manager.breakable_cg_runner.entries = entries
