@@ -8,8 +8,9 @@
     python bench/overlap_tp.py --compare off.json full.json --out rows.json
 
 Every rank runs an engine of its own in this process (vLLM's external launcher), so that all ranks seed their
-weights alike. Ids of every top-k are sorted, so that equal selections give equal tokens. A run that takes
-longer than ``--limit`` seconds is a hang: it prints where every thread is and ends with exit code 1.
+weights alike. Ids of every top-k are sorted, so that equal selections give equal tokens. Collectives run on
+NCCL alone, where another order on one rank hangs, and without NVLink multicast. A run that takes longer than
+``--limit`` seconds is a hang: it prints where every thread is and ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -32,10 +33,42 @@ STEPS = 200
 POINTS = [(1, 3000), (16, 900), (4, 9000)]
 
 
+#: Turns NVLink multicast off in NCCL, PyTorch, NVSHMEM and vLLM's own all-reduces.
+NO_MULTICAST = {
+    "NCCL_NVLS_ENABLE": "0",
+    "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
+    "NVSHMEM_DISABLE_NVLS": "1",
+    "VLLM_ALLREDUCE_USE_SYMM_MEM": "0",
+    "VLLM_ALLREDUCE_USE_FLASHINFER": "0",
+    "VLLM_FLASHINFER_ALLREDUCE_BACKEND": "trtllm",
+}
+
+
+def nccl_alone() -> None:
+    """Keep the collectives of this process on NCCL, without multicast.
+
+    The fused all-reduce and norm of 0.33.0's DSA models has no switch: it asks FlashInfer for a workspace, by
+    default one in multicast memory, and takes NCCL where that fails.
+    """
+    import flashinfer.comm
+
+    def refuse(*_args: Any, **_kwargs: Any) -> None:
+        raise RuntimeError("overlap_tp.py keeps collectives on NCCL")
+
+    os.environ |= NO_MULTICAST
+    flashinfer.comm.create_allreduce_fusion_workspace = refuse
+    try:
+        from cuda.bindings import driver
+    except ImportError:
+        return
+    driver.cuMulticastCreate = refuse
+
+
 def generate(args: argparse.Namespace) -> None:
     """One rank. Of several modes (line 0.33.0) each has graphs of its own in one engine."""
     names = args.mode.split(",")
     os.environ["VLLM_INDEXER_OVERLAP"] = names[0]
+    nccl_alone()
     from decode_engine import Engine
 
     world = int(os.environ["WORLD_SIZE"])
@@ -51,6 +84,7 @@ def generate(args: argparse.Namespace) -> None:
         "llm": {
             "tensor_parallel_size": world,
             "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,
             "seed": 0,
         },
     }
