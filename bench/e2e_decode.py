@@ -78,8 +78,11 @@ def environment(mode: str) -> dict[str, str]:
 
 def variants(args: argparse.Namespace) -> list[tuple[str, str, str]]:
     """Name of the raw results, mode and late branch of everything that is run."""
-    late = [(f"{args.modes[-1]}+{where}", args.modes[-1], where) for where in args.late]
-    return [(mode, mode, "") for mode in args.modes] + (late if args.what == "check" else [])
+    found = [(mode, mode, "") for mode in args.modes]
+    if args.what == "check" and args.in_process:
+        found.append(("off+again", "off", ""))  # the control: what differs here is not the overlap's doing
+        found += [(f"{args.modes[-1]}+{where}", args.modes[-1], where) for where in args.late]
+    return found
 
 
 def raw_file(args: argparse.Namespace, mode: str, number: int) -> Path:

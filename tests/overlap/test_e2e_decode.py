@@ -247,7 +247,8 @@ def test_a_check_in_one_engine_holds_branches_up(
         "capture full+side-end full side-end",
     ]
     rows = decode.check_rows(args, decode.starts(args))
-    assert len(rows) == 2 * (2 * len(decode.CHECKS) + 2 * len(decode.LATE_CHECKS))
+    assert len(rows) == 2 * (3 * len(decode.CHECKS) + 2 * len(decode.LATE_CHECKS))
+    assert sum(row["case"].startswith("mode=off phase=check") for row in rows) == 2 * len(decode.CHECKS)
     unequal = [row["case"] for row in rows if row["metric"] == "equal logits" and row["ours"] != 1.0]
     assert len(unequal) == len(decode.LATE_CHECKS) and all("late=side-end" in name for name in unequal)
     with pytest.raises(SystemExit):
