@@ -205,7 +205,10 @@ def test_the_op_on_the_cpu_is_the_grouped_algorithm(heads: int, fp8: bool) -> No
     out = torch.full((*q_nope.shape[:2], 512), 7.0, dtype=torch.bfloat16)
     lse = torch.full(q_nope.shape[:2], 7.0)
     start = torch.tensor(starts[1:], dtype=torch.int32)
-    kernel.litedsa(q_nope, q_rope, kv, topk, start, span, 0.05, out, lse, rows)
+    counts = torch.full((len(starts) - 2,), -7, dtype=torch.int32)
+    kernel.litedsa(q_nope, q_rope, kv, topk, start, span, 0.05, out, lse, rows, counts)
+    inside = torch.where(topk < span, topk, -1)
+    assert counts.tolist() == [u.keys.numel() for u in reference.unions(inside, starts[1:])]
     assert bool((out[:first] == 7).all()) and bool((lse[:first] == 7).all())
     cache = reference.unpack_fp8(kv) if fp8 else kv
     selected = torch.full(topk.shape, -1)

@@ -15,7 +15,7 @@ import pytest
 import torch
 from vllm.dsa import counters, features, kernels
 from vllm.dsa.features import State
-from vllm.dsa.litedsa import engine, fallback, feature, kernel, plan, reference, selfcheck
+from vllm.dsa.litedsa import engine, fallback, feature, kernel, overlap, plan, reference, selfcheck
 
 HEADS, K, BLOCK = 16, 24, 64
 SCALE = 192**-0.5
@@ -222,6 +222,52 @@ def test_a_kernel_that_refuses_is_upstreams_from_then_on(monkeypatch: pytest.Mon
         assert torch.equal(front.forward_mqa(q, kv, metadata, None)[0], wanted)
     assert impl.calls == [7, 7]
     assert "dsa_litedsa_union failed" in features._reported["litedsa"].reason
+
+
+def test_layers_with_large_unions_are_upstreams_until_they_are_looked_at_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A batch is judged by the unions of two batches before; then upstream runs for a while."""
+    monkeypatch.setattr(plan, "BREAK_EVEN", {HEADS: 0.6})
+    monkeypatch.setattr(overlap, "PAUSE", 3)
+    q, kv, metadata, topk = batch([], [8])
+    topk[:, :] = torch.arange(K).repeat(13, 1)
+    small = topk.clone()
+    small[:, 4:] = -1
+    impl = FlashAttnMLASparseImpl(small)
+    front = engine.grouped(impl)
+
+    def upstream_runs() -> int:
+        impl.calls.clear()
+        front.forward_mqa(q, kv, metadata, None)
+        return len(impl.calls)
+
+    assert [upstream_runs() for _ in range(6)] == [0] * 6
+    impl.topk_indices_buffer = topk
+    assert [upstream_runs() for _ in range(7)] == [0, 0, 1, 1, 1, 0, 0]  # seen one later, pause, again twice
+    impl.topk_indices_buffer = small
+    assert [upstream_runs() for _ in range(9)] == [1, 1, 1, 0, 0, 0, 0, 0, 0]
+    rows = {(r["outcome"], r["reason"]): r["count"] for r in counters.snapshot("litedsa")}
+    assert rows["layer_upstream", "unions above 0.6 times the top-k"] == 6
+
+
+def test_sizes_that_have_not_arrived_are_not_waited_for() -> None:
+    meter = overlap.Meter(HEADS, 10)
+    meter.limit = 1.5
+    late = SimpleNamespace(query=lambda: False)
+    for entries in (100, 20, 20):
+        meter._pending.append(overlap.Measured(torch.tensor(entries), 1, late))  # type: ignore[arg-type]
+    assert meter.too_large() == ""
+    late.query = lambda: True
+    assert "unions above 1.5" in meter.too_large()  # of the second, 20 entries for one group with K 10
+    assert meter.ratio == 2.0
+
+
+def test_without_a_measured_limit_nothing_is_counted_on_the_device() -> None:
+    meter = overlap.Meter(7, 10)
+    assert meter.limit is None and meter.buffer(3, torch.device("cpu")) is None
+    meter.take(None)
+    assert meter.too_large() == ""
 
 
 def test_the_self_check_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:

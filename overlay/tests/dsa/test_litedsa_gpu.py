@@ -247,6 +247,13 @@ def test_many_groups_and_the_same_result_on_every_run() -> None:
     topk = overlapping(64, k, 9000, 1.5, 8, generator(12)).cuda().repeat(tokens // 64 + 1, 1)[:tokens]
     starts = plan.group_starts([0, tokens], 8)
     first = run(q_nope, q_rope, kv, topk, starts)
+    counts = torch.full((len(starts) - 1,), -7, dtype=torch.int32, device="cuda")
+    start = torch.tensor(starts, dtype=torch.int32, device="cuda")
+    out = torch.empty_like(first[0])
+    kernel.litedsa(q_nope, q_rope, kv, topk, start, plan.span_of(9000), SCALE, out, None, None, counts)
+    assert torch.equal(out, first[0])
+    few = [union.keys.numel() for union in reference.unions(topk[:64].cpu(), starts[:9])]
+    assert counts[:8].tolist() == few and bool((counts[-5:] > 0).all())
     for _ in range(3):
         again = run(q_nope, q_rope, kv, topk, starts)
         assert torch.equal(again[0], first[0]) and torch.equal(again[1], first[1])

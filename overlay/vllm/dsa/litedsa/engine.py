@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from vllm.dsa import counters, features, kernels, log
-from vllm.dsa.litedsa import kernel, plan, selfcheck
+from vllm.dsa.litedsa import kernel, overlap, plan, selfcheck
 
 if TYPE_CHECKING:
     import torch
@@ -109,6 +109,7 @@ class Grouped:
         self.impl = impl
         self.broken = ""
         self.reported = False
+        self.meter = overlap.Meter(impl.num_heads, impl.topk_indices_buffer.shape[1])
 
     def forward_mqa(self, q: Any, kv_cache: torch.Tensor, attn_metadata: Any, layer: Any) -> tuple[Any, Any]:
         """Attend as upstream's method of the same name does: decodes by it, prefills by groups.
@@ -131,6 +132,11 @@ class Grouped:
             batch = plan_batch(attn_metadata, self.impl.num_heads, kv_cache.device)
         if batch is None or batch.tokens != tokens:
             return self._upstream(q, kv_cache, attn_metadata, layer)
+        reason = self.meter.too_large()
+        if reason:
+            counters.count(NAME, "layer_upstream", reason)
+            log.warning_once(f"{NAME}:{reason}", _BATCH_LINE, NAME, reason)
+            return self._upstream(q, kv_cache, attn_metadata, layer)
         nope, rope = q
         first = batch.first
         out = nope.new_empty((tokens, nope.shape[1], plan.V_DIM))
@@ -140,6 +146,7 @@ class Grouped:
             attn_metadata.block_size,
             kv_cache.stride(0) // kv_cache.shape[2],
         )
+        counts = self.meter.buffer(batch.starts.shape[0] - 1, kv_cache.device)
         try:
             kernel.litedsa(
                 nope,
@@ -152,11 +159,13 @@ class Grouped:
                 out,
                 None,
                 rows,
+                counts,
             )
         except (kernels.KernelError, ValueError) as error:  # refused before anything ran
             self.broken = str(error)
             features.report_declined(NAME, self.broken)
             return self._upstream(q, kv_cache, attn_metadata, layer)
+        self.meter.take(counts)
         if not self.reported:  # once: the counters have the batches
             self.reported = True
             features.report_active(NAME, "prefills by groups")

@@ -58,6 +58,7 @@ def litedsa(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> None:
     """Write ``out`` and ``lse`` of all tokens from ``starts[0]`` to ``starts[-1]``; see `kernel.litedsa`."""
     import torch
@@ -71,3 +72,6 @@ def litedsa(
     out[lo:hi] = value.to(out.dtype)
     if lse is not None:
         lse[lo:hi] = total.to(lse.dtype)
+    if counts is not None:
+        found = reference.unions(selected, [start - lo for start in starts.tolist()])
+        counts.copy_(torch.tensor([union.keys.numel() for union in found], dtype=counts.dtype))

@@ -192,10 +192,12 @@ def litedsa(
     out: torch.Tensor,
     lse: torch.Tensor | None = None,
     rows: Rows | None = None,
+    counts: torch.Tensor | None = None,
 ) -> None:
     """Attend each query to its own keys: unions and attention, groups by groups, so that buffers are small.
 
-    Arguments as for `build_unions` and `attend_unions`. Goes through ``torch.ops.dsa.litedsa``, on the CPU
+    Arguments as for `build_unions` and `attend_unions`; ``counts``, int32 ``[groups]``, gets the sizes of the
+    unions (-1: refused), if wanted. Goes through ``torch.ops.dsa.litedsa``, on the CPU
     too (the reference, for tests).
     """
     op = _op or register()
@@ -214,6 +216,7 @@ def litedsa(
         scale,
         out,
         lse,
+        counts,
     )
 
 
@@ -225,7 +228,7 @@ def register() -> Any:
     _op = kernels.register_op(
         "litedsa(Tensor q_nope, Tensor q_rope, Tensor kv, Tensor topk, Tensor starts, Tensor? requests, "
         "Tensor? table, int block_size, int block_rows, int span, float scale, Tensor(a!) out, "
-        "Tensor(b!)? lse) -> ()",
+        "Tensor(b!)? lse, Tensor(c!)? counts) -> ()",
         cuda=_cuda,
         fake=lambda *arguments: None,
         cpu=fallback.litedsa,
@@ -247,6 +250,7 @@ def _cuda(
     scale: float,
     out: torch.Tensor,
     lse: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> None:
     heads, k, groups = q_nope.shape[1], topk.shape[1], starts.shape[0] - 1
     rows = Rows(requests, table, block_size, block_rows)
@@ -255,7 +259,8 @@ def _cuda(
     for first in range(0, groups, step):
         some = starts[first : min(first + step, groups) + 1]
         n = some.shape[0] - 1
-        unions = Unions(buffers.slots[:n], buffers.masks[:n], buffers.counts[:n])
+        found = buffers.counts[:n] if counts is None else counts[first : first + n]
+        unions = Unions(buffers.slots[:n], buffers.masks[:n], found)
         build_unions(topk, some, heads, span, kv.shape[0], rows, unions)
         attend_unions(q_nope, q_rope, kv, some, unions, scale, out, lse)
 

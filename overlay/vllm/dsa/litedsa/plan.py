@@ -24,6 +24,9 @@ MAX_SPAN = 1 << 20
 FP8_ROW_BYTES = 656
 #: Bytes of union buffers that one pair of launches may use.
 BUFFER_BYTES = 128 << 20
+#: Union size over top-k, by heads on a rank, from which on upstream's kernels are as fast: measured figures
+#: only (bench/results/litedsa). Heads that are not listed are always grouped.
+BREAK_EVEN: dict[int, float] = {}
 #: Groups of one pair of launches are a multiple of this: one per multiprocessor of an H100 or H200.
 _WAVE = 132
 
