@@ -57,10 +57,11 @@ def store(rows: list[Row], machine: Machine, out: Path) -> Path:
 def table(rows: list[Row]) -> str:
     """The rows as aligned text, and the totals."""
     lines = []
+    width = max((len(row.case) for row in rows), default=0)
     for row in rows:
         counts = ", ".join(f"{number} {name}" for name, number in row.counts.items() if number)
         why = "; ".join(part for part in (counts, row.reason) if part)
-        lines.append(f"{row.case:<26} {row.state:<11} {row.seconds:6.0f} s  {why}".rstrip())
+        lines.append(f"{row.case:<{width}} {row.state:<11} {row.seconds:6.0f} s  {why}".rstrip())
     states = [row.state for row in rows]
     totals = ", ".join(
         f"{states.count(one)} {one}" for one in (OK, FAILED, UNSUPPORTED, LEFT_OUT) if one in states
@@ -123,7 +124,7 @@ def main(argv: list[str] | None = None) -> int:
                 Row(
                     f"{step.suite} {step.name}",
                     LEFT_OUT,
-                    f"{step.seconds:.0f} s do not fit into {left:.0f} s",
+                    f"{step.seconds:.0f} s do not fit into {max(left, 0):.0f} s",
                 )
             )
             continue

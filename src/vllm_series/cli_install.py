@@ -56,6 +56,8 @@ def install(
         raise UsageError("--force belongs to --undo", fix="series install --undo --force")
     if (files or no_kernels) and file:
         raise UsageError("--files and --wheel exclude each other", fix="give one of them")
+    if line:
+        pins.load_pin(ws, line)  # a line that does not exist is said before an environment that is missing
     env = look(default_python(python))
     key = sha256_of(str(env.vllm.site if env.vllm else env.python).encode())[:16]
     with locked(ws.cache / "locks" / f"install-{key}"):

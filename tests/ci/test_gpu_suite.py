@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import subprocess
@@ -46,6 +47,30 @@ def test_rows_name_lines_and_tests_that_exist(root: Path) -> None:
     named = {test for _, rows in suites.values() for step in rows for test in step.tests}
     there = {path.name for path in (root / catalog.TESTS).glob("**/test_*_gpu.py")}
     assert there <= {Path(name).name for name in named}, "a GPU test is in no row of ci/gpu/suites.toml"
+
+
+def is_fixture(node: ast.FunctionDef) -> bool:
+    return any("fixture" in ast.unparse(one) for one in node.decorator_list)
+
+
+def test_the_suite_has_every_fixture_that_its_tests_take(root: Path) -> None:
+    """Upstream's conftest is not there where only the wheel is installed."""
+    builtin = {"caplog", "capfd", "capsys", "monkeypatch", "record_property", "request", "tmp_path"}
+    missing = []
+    for file in sorted({test for _, rows in catalog.load().values() for row in rows for test in row.tests}):
+        here, common = (
+            ast.parse((root / catalog.TESTS / name).read_text()) for name in (file, "conftest.py")
+        )
+        functions = [one for one in ast.walk(here) if isinstance(one, ast.FunctionDef)]
+        own = {one.name for one in functions if is_fixture(one)}
+        own |= {one.name for one in common.body if isinstance(one, ast.FunctionDef) and is_fixture(one)}
+        for one in functions:
+            if is_fixture(one) or one.name.startswith("test_"):
+                marks = [ast.unparse(mark) for mark in one.decorator_list]
+                given = " ".join(mark for mark in marks if "parametrize" in mark)
+                free = {arg.arg for arg in one.args.args} - builtin - own - set(re.findall(r"\w+", given))
+                missing += [f"{file}::{one.name} takes {name}" for name in sorted(free)]
+    assert not missing
 
 
 @pytest.mark.parametrize(

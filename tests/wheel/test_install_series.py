@@ -234,6 +234,7 @@ def test_real_environment(upstream: Upstream, tmp_path: Path, root: Path) -> Non
         (["--python", sys.executable], "environment of this tool"),
         (["0.33.0", "--undo"], "--undo finds out itself"),
         (["--force"], "--force belongs to --undo"),
+        (["0.99", "--python", "/nowhere/python"], "unknown line '0.99'"),
     ],
 )
 def test_wrong_calls(root: Path, arguments: list[str], why: str) -> None:

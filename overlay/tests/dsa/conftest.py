@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the tests of vllm.dsa; they run in a patched tree, beside upstream's own."""
 
+import logging
+from collections.abc import Iterator
+
 import pytest
 import vllm.envs as envs
 
@@ -33,6 +36,18 @@ def should_do_global_cleanup_after_test() -> bool:
     import torch
 
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def caplog_vllm(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[pytest.LogCaptureFixture]:
+    """Catch vLLM's log lines. Upstream's fixture of this name is not there in the GPU suite."""
+    import vllm.logger  # noqa: F401, line 0.28.0 sets the logger up at import
+
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    with caplog.at_level(logging.INFO):
+        yield caplog
 
 
 @pytest.fixture(autouse=True)
