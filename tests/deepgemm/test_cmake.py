@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -26,30 +28,38 @@ PROJECT = """
 cmake_minimum_required(VERSION 3.26)
 project(vllm_deepgemm_configure LANGUAGES NONE)
 set(CMAKE_CUDA_COMPILER_VERSION 13.0)
-set(CUDA_ARCHS "9.0a;10.0a")
+if(NOT DEFINED CUDA_ARCHS)
+  set(CUDA_ARCHS "9.0a;10.0a")
+endif()
 set(Python_EXECUTABLE "${PYTHON}")
 include(cmake/utils.cmake)
 include(cmake/external_projects/deepgemm.cmake)
 """
 
 
+@functools.cache
+def files_of(line: str) -> dict[str, bytes]:
+    """What the configuration of DeepGEMM reads of a line's patched tree."""
+    git, head = importer.odb(WS), stack.current(WS, pins.load_pin(WS, line)).head
+    wanted = ("cmake/utils.cmake", "cmake/external_projects/deepgemm.cmake", "tools/build_deepgemm_C.py")
+    copies = [f"{patchfile.OVERLAY}/{name}" for name in ("patch_deepgemm.cmake", f"{line}.patch")]
+    return {name: git.raw("show", f"{head}:{name}") for name in (*wanted, *copies)}
+
+
 class Tree:
     """The part of a line's patched tree that the configuration of DeepGEMM reads."""
 
     def __init__(self, line: str, folder: Path) -> None:
-        pin = pins.load_pin(WS, line)
-        self.patch = patchfile.patch_of(WS, pin)
+        self.patch = patchfile.patch_of(WS, pins.load_pin(WS, line))
         self.folder, self.build = folder, folder / "build"
-        git, head = importer.odb(WS), stack.current(WS, pin).head
-        wanted = ("cmake/utils.cmake", "cmake/external_projects/deepgemm.cmake", "tools/build_deepgemm_C.py")
-        copies = [f"{patchfile.OVERLAY}/{name}" for name in ("patch_deepgemm.cmake", f"{line}.patch")]
-        for name in (*wanted, *copies):
+        for name, data in files_of(line).items():
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            (folder / name).write_bytes(git.raw("show", f"{head}:{name}"))
+            (folder / name).write_bytes(data)
         (folder / "CMakeLists.txt").write_text(PROJECT)
 
     def configure(self, *options: str, **environment: str) -> subprocess.CompletedProcess[str]:
-        env = {name: value for name, value in os.environ.items() if "DEEPGEMM" not in name} | environment
+        ours = ("DEEPGEMM_SRC_DIR", "VLLM_DSA", "VLLM_DSA_DEEPGEMM")
+        env = {name: value for name, value in os.environ.items() if name not in ours} | environment
         argv = [
             "cmake",
             "-S",
@@ -111,13 +121,38 @@ def test_a_source_of_the_user_is_refused_until_it_has_the_patch(tree: Tree, tmp_
     assert accepted.returncode == 0 and "has the patch of line" in accepted.stdout, accepted.stderr
 
 
-def test_without_the_patch_on_request(tree: Tree, tmp_path: Path) -> None:
+@pytest.mark.parametrize("switch", ["VLLM_DSA_DEEPGEMM=OFF", "VLLM_DSA=0"])
+def test_without_the_patch_on_request(tree: Tree, tmp_path: Path, switch: str) -> None:
     mine = minimal_tree.write(tree.patch, tmp_path / "mine", whole=True)
     before = minimal_tree.digest(mine)
-    for options, environment in ((["-DVLLM_DSA_DEEPGEMM=OFF"], {}), ([], {"VLLM_DSA_DEEPGEMM": "OFF"})):
+    for options, environment in (([], dict([switch.split("=")])), ([f"-D{switch}"], {})):
         done = tree.configure(f"-DDEEPGEMM_SRC_DIR={mine}", *options, **environment)
-        assert done.returncode == 0 and "left as it is" in done.stdout, done.stderr
+        assert done.returncode == 0 and f"left as it is ({switch})" in done.stdout, done.stderr
     assert minimal_tree.digest(mine) == before
+
+
+def test_a_build_for_other_cards_takes_any_source(tree: Tree, tmp_path: Path) -> None:
+    mine = minimal_tree.write(tree.patch, tmp_path / "mine", whole=True)
+    before = minimal_tree.digest(mine)
+    done = tree.configure(f"-DDEEPGEMM_SRC_DIR={mine}", "-DCUDA_ARCHS=8.0;10.0a+PTX")
+    assert done.returncode == 0 and "only compute capability 9.0 uses the patch" in done.stdout, done.stderr
+    assert minimal_tree.digest(mine) == before
+    refused = tree.configure(f"-DDEEPGEMM_SRC_DIR={mine}", "-DCUDA_ARCHS=8.0;9.0+PTX")
+    assert refused.returncode != 0 and "lacks the patch" in " ".join(refused.stderr.split())
+
+
+def test_without_git_the_message_says_how_to_build_without_the_patch(tree: Tree) -> None:
+    fetched = minimal_tree.write(tree.patch, tree.build / "_deps" / "deepgemm-src", whole=True)
+    before = minimal_tree.digest(fetched)
+    places = ("CMAKE_SYSTEM_PATH", "SYSTEM_ENVIRONMENT_PATH", "CMAKE_ENVIRONMENT_PATH")
+    done = tree.configure(
+        f"-DCMAKE_MAKE_PROGRAM={shutil.which('make') or sys.executable}",
+        *(f"-DCMAKE_FIND_USE_{place}=OFF" for place in places),
+    )
+    said = " ".join(done.stderr.split())
+    assert done.returncode != 0 and "git, which checks and applies the patch" in said
+    assert "-DVLLM_DSA_GIT=" in said and "cmake -DVLLM_DSA_DEEPGEMM=OFF" in said
+    assert minimal_tree.digest(fetched) == before
 
 
 def test_the_shim_of_the_official_wheel_takes_the_patch(tmp_path: Path) -> None:
