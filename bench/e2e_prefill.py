@@ -96,9 +96,9 @@ def answers(engine: Engine, args: argparse.Namespace) -> list[dict[str, Any]]:
     return [engine.answer(n, 1000 + i) for i, n in enumerate((args.tokens, 5000, 4096))]
 
 
-def measure_in_process(args: argparse.Namespace) -> dict[str, Any]:
+def measure_in_process(args: argparse.Namespace, engine: Engine | None = None) -> dict[str, Any]:
     apply(args.sets["A"])
-    engine = Engine(args)
+    engine = engine or Engine(args)
     result: dict[str, Any] = {"A": {"seconds": []}, "B": {"seconds": []}}
     for name in "AB":
         apply(args.sets[name])
