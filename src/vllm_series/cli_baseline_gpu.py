@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from vllm_series import pins, series
+from vllm_series import pins
 from vllm_series.baseline import card as cards
 from vllm_series.baseline import quarantine, render, store
 from vllm_series.baseline.device_kit import make_kit
@@ -84,13 +84,7 @@ def lease(
     on_card, on_cpu = store.read(ws, plan.line, card), store.read(ws, plan.line)
     if only is not None:
         return named(plan, only, on_card, on_cpu, file_s, {mode.name: None for mode in features})
-    patches = series.load(ws, plan.line)
-    touched = {
-        mode.name: frozenset(
-            path for one in patches if mode.feature in one.get("Feature") for path in one.paths
-        )
-        for mode in features
-    }
+    touched = {mode.name: plan.features.get(mode.feature, frozenset()) for mode in features}
     return gpu_plan(
         plan,
         on_card,

@@ -14,7 +14,7 @@ from vllm_series.baseline.diff import compare
 from vllm_series.baseline.imports import HUB, Graph, build_graph, imported
 from vllm_series.baseline.needs import Need
 from vllm_series.baseline.outcome import FileRun, Node, Run
-from vllm_series.baseline.plan import Plan, PlannedTest, make_plan
+from vllm_series.baseline.plan import Plan, PlannedTest, features_of, make_plan, touched_files
 from vllm_series.errors import CheckFailed
 from vllm_series.runtime import pristine_site
 from vllm_series.workspace import Workspace
@@ -64,6 +64,15 @@ def test_distance_stops_at_hubs(tmp_path: Path) -> None:
     crowd["tests/u.py"] = frozenset({"vllm/envs.py"})
     reached = Graph(crowd).importers(["vllm/envs.py"], 2)
     assert reached["tests/u.py"] == 1 and "tests/t.py" not in reached
+
+
+@pytest.mark.parametrize("line", ["0.28.0", "0.33.0"])
+def test_every_touched_file_belongs_to_a_feature(line: str) -> None:
+    found = features_of(Workspace(ROOT), line)
+    assert sorted({path for files in found.values() for path in files}) == touched_files(
+        Workspace(ROOT), line
+    )
+    assert "vllm/envs.py" in found["core"] and len(found) > 1
 
 
 def test_graph_cache_gives_the_same_graph(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -23,7 +24,9 @@ def chooser(site: Callable[..., Path]) -> Callable[..., list[str]]:
         PlannedTest(f"tests/{name}", 1, ("vllm/x.py",), Need(needs.CPU, "last run"), 10.0, 5, weight)
         for name, weight in (("test_a.py", 0.1), ("v1/test_indexer.py", 5.0), ("v1/test_mla.py", 1.0))
     ]
-    plan = Plan("0.0.0", ["vllm/x.py"], [], tests)
+    features = {"core": frozenset({"vllm/x.py"}), "topk": frozenset({"vllm/y.py"})}
+    tests[1] = dataclasses.replace(tests[1], reaches=("vllm/x.py", "vllm/y.py"))
+    plan = Plan("0.0.0", ["vllm/x.py"], [], tests, features)
     return lambda *patterns, which="full": chosen(plan, which, patterns, 60, place)
 
 
@@ -42,6 +45,12 @@ def test_select_by_pattern(
     chooser: Callable[..., list[str]], patterns: tuple[str, ...], found: list[str]
 ) -> None:
     assert chooser(*patterns) == [f"tests/{name}" for name in found]
+
+
+def test_the_set_of_the_features_leaves_out_what_only_core_touches(
+    chooser: Callable[..., list[str]],
+) -> None:
+    assert chooser(which="features") == ["tests/v1/test_indexer.py"]
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from vllm_series.series import load
 from vllm_series.workspace import Workspace
 
 UNKNOWN_S = 15.0  # what a file is taken to need that was never run
+CORE = "core"  # the feature of patches that belong to none
 DEPTH = 2  # a test that imports a module that imports what we patch
 
 
@@ -50,6 +51,8 @@ class Plan:
     touched: list[str]
     steps: list[Step]
     tests: list[PlannedTest] = field(default_factory=list)
+    #: Upstream files that the patches of each feature touch.
+    features: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def of(self, *kinds: str, distance: int = DEPTH) -> list[PlannedTest]:
         """Tests of these needs that are at most so far away."""
@@ -83,6 +86,12 @@ class Plan:
         names = {one.path for one in [*self.of(needs.CPU), *(one for one in unknown if one.distance == 1)]}
         return [path for path in self.ranked() if path in names]
 
+    def of_features(self) -> list[str]:
+        """Of the full set the files that import or name what a feature's patches touch."""
+        touched = frozenset().union(*(files for name, files in self.features.items() if name != CORE))
+        names = {one.path for one in self.tests if touched & set(one.reaches)}
+        return [path for path in self.full() if path in names]
+
     def ranked(self) -> list[str]:
         """All planned files, those first that say the most for their time: a run that is cut short has what
         matters."""
@@ -100,6 +109,15 @@ def _value(test: PlannedTest) -> float:
 def touched_files(ws: Workspace, line: str) -> list[str]:
     """Upstream files that the line's patches change, sorted."""
     return sorted({path for patch in load(ws, line) for path in patch.paths})
+
+
+def features_of(ws: Workspace, line: str) -> dict[str, frozenset[str]]:
+    """Upstream files that the line's patches change, by their ``Feature`` trailer."""
+    found: dict[str, frozenset[str]] = {}
+    for patch in load(ws, line):
+        for name in patch.get("Feature"):
+            found[name] = found.get(name, frozenset()) | set(patch.paths)
+    return found
 
 
 def is_test(path: str) -> bool:
@@ -138,7 +156,7 @@ def make_plan(
         for name in step.tests:
             for path in _files(site.path, name):
                 distances.setdefault(path, 0)
-    plan = Plan(line, changed, steps)
+    plan = Plan(line, changed, steps, features=features_of(ws, line))
     known = read(ws, line)
     relevance = _relevance(ws, line, site.path, graph, changed)
     for path, distance in sorted(distances.items()):

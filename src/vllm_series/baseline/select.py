@@ -10,7 +10,7 @@ from vllm_series.baseline.gpu_plan import candidates
 from vllm_series.baseline.plan import Plan, is_test
 from vllm_series.errors import UsageError
 
-SETS = ("short", "full", "gpu")
+SETS = ("short", "features", "full", "gpu")
 
 
 def chosen(plan: Plan, which: str, patterns: Sequence[str], budget_s: float, tree: Path) -> list[str]:
@@ -30,6 +30,8 @@ def chosen(plan: Plan, which: str, patterns: Sequence[str], budget_s: float, tre
     if not patterns:
         if which == "gpu":
             return [one.path for one in sorted(candidates(plan, {}), key=lambda one: (-one.weight, one.path))]
+        if which == "features":
+            return plan.of_features()
         return plan.short(budget_s) if which == "short" else plan.full()
     planned = plan.ranked()
     found: list[str] = []
