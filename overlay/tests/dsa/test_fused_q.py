@@ -143,6 +143,13 @@ def test_with_an_indexer_every_token_count_is_taken_and_said_once(launch):
     assert status.state is State.ACTIVE
 
 
+def test_another_platform_is_declined_without_a_line_per_worker(launch, monkeypatch, caplog_vllm):
+    monkeypatch.setattr(launch, "current_platform", SimpleNamespace(is_cuda=lambda: False))
+    args, options = arguments()
+    assert not launch.try_launch(*args, **options)
+    assert not launch.calls and not caplog_vllm.records and not counters.snapshot("fused_q")
+
+
 @pytest.mark.parametrize("tokens", [1, 63, 64, 4096])
 def test_without_an_indexer_small_batches_stay_with_upstream(launch, tokens: int):
     args, options = arguments(tokens, has_indexer=False)

@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
 from prometheus_client import CollectorRegistry, generate_latest
 from vllm.dsa import counters, metrics
 
@@ -46,6 +48,17 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return metrics.folder(os.getpid())
 
 
+def serve(registry: CollectorRegistry, **model: int) -> None:
+    """Start a server with ``/metrics`` on that registry, of a model with an indexer unless said otherwise."""
+    app = FastAPI()
+    app.state.vllm_config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_text_config=SimpleNamespace(**(model or {"index_topk": 2048})))
+    )
+    metrics.attach(registry, app)
+    with TestClient(app):
+        pass
+
+
 def alone(code: str) -> list[str]:
     return [sys.executable, "-c", ALONE + code, str(Path(metrics.__file__).parents[1])]
 
@@ -57,8 +70,8 @@ def lines(registry: CollectorRegistry) -> list[str]:
 
 def test_workers_are_summed_and_the_dead_left_out(place: Path) -> None:
     registry = CollectorRegistry()
-    metrics.attach(registry)
-    metrics.attach(registry)  # an application that is built twice
+    serve(registry)
+    serve(registry)  # an application that is built twice
     metrics.announce(CONFIG)
     assert generate_latest(registry) == b"", "nothing was counted"
     workers = []
@@ -102,10 +115,16 @@ os._exit(0)
 
 
 def test_the_first_count_starts_the_writing(place: Path) -> None:
-    metrics.attach(CollectorRegistry())
+    serve(CollectorRegistry())
     metrics.announce(CONFIG)
     done = subprocess.run(alone(BY_ITSELF), env=dict(os.environ), capture_output=True, text=True)
     assert done.stdout == "1\n", done.stderr[-2000:]
+
+
+def test_a_model_without_an_indexer_leaves_no_folder(place: Path) -> None:
+    registry = CollectorRegistry()
+    serve(registry, hidden_size=1)
+    assert not place.exists() and generate_latest(registry) == b""
 
 
 def test_without_a_server_nothing_is_written(place: Path) -> None:
@@ -115,7 +134,7 @@ def test_without_a_server_nothing_is_written(place: Path) -> None:
 
 
 def test_only_changes_are_written(place: Path) -> None:
-    metrics.attach(CollectorRegistry())
+    serve(CollectorRegistry())
     metrics.announce(CONFIG)
     counters.count("overlap", "active")
     text = metrics.write()
@@ -132,7 +151,7 @@ def test_several_api_servers_share_one_folder(
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     one, other = CollectorRegistry(), CollectorRegistry()
     for registry in (one, other):
-        metrics.attach(registry)
+        serve(registry)
     metrics.announce(CONFIG)
     counters.count("overlap", "active")
     metrics.write()
@@ -144,7 +163,7 @@ def test_a_folder_that_cannot_be_made_stops_nothing(
 ) -> None:
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path / "missing"))
     registry = CollectorRegistry()
-    metrics.attach(registry)
+    serve(registry)
     assert generate_latest(registry) == b""
     assert "no outcomes on /metrics" in caplog_vllm.text
 
@@ -165,12 +184,14 @@ page()
 print("RESULT off", "vllm.dsa" in sys.modules)
 os.environ["VLLM_DSA"] = "1"
 app = page()
+print("RESULT before", [name for name in os.listdir(os.environ["TMPDIR"]) if "dsa" in name])
 from vllm.dsa import counters, metrics
 os.getppid = os.getpid
 metrics.announce(None)
-counters.count("fused_q", "active")
-metrics.write()
-text = TestClient(app).get("/metrics").text
+with TestClient(app) as client:
+    counters.count("fused_q", "active")
+    metrics.write()
+    text = client.get("/metrics").text
 print("RESULT on", "vllm:dsa_feature_outcomes_total{" in text)
 """
 
@@ -180,7 +201,7 @@ def test_upstreams_metrics_page(tmp_path: Path) -> None:
     env.pop("PROMETHEUS_MULTIPROC_DIR", None)
     done = subprocess.run([sys.executable, "-c", SERVED], env=env, capture_output=True, text=True)
     said = [row for row in done.stdout.splitlines() if row.startswith("RESULT")]
-    assert said == ["RESULT off False", "RESULT on True"], done.stderr[-2000:]
+    assert said == ["RESULT off False", "RESULT before []", "RESULT on True"], done.stderr[-2000:]
     assert list(tmp_path.glob("vllm-dsa-*")) == [], "the server removes its folder"
 
 
@@ -194,7 +215,7 @@ def test_without_a_temporary_folder_everything_else_goes_on(
     assert metrics.VARIABLE in os.environ
     monkeypatch.setattr(metrics.tempfile, "gettempdir", none)
     registry = CollectorRegistry()
-    metrics.attach(registry)
+    serve(registry)
     metrics.announce(CONFIG)
     assert metrics.VARIABLE not in os.environ
     assert generate_latest(registry) == b""

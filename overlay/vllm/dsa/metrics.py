@@ -5,8 +5,8 @@ Features count in worker processes (`vllm.dsa.counters`); ``/metrics`` is served
 upstream has no way for a worker's counters to get there. So each process that counts writes a small file,
 once a second if something changed, into a folder of the server, which sums the files up when it is asked:
 
-1. ``attach`` (API server, where ``/metrics`` is mounted) makes the folder. Without it nothing is written, so
-   an engine without a server leaves nothing behind.
+1. ``attach`` (API server, where ``/metrics`` is mounted) makes the folder when the server starts to serve a
+   model with an indexer. Without it nothing is written, so an engine without a server leaves nothing behind.
 2. ``announce`` (engine core, at start-up) works out the same folder and leaves it, with model name and engine
    index, in an environment variable that the workers inherit.
 3. ``start`` (any process, at its first count) starts the thread that writes.
@@ -24,11 +24,11 @@ import os
 import shutil
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-from vllm.dsa import counters, log
+from vllm.dsa import counters, features, log
 
 #: Name as upstream names its own; prometheus_client appends ``_total``.
 NAME = "vllm:dsa_feature_outcomes"
@@ -49,14 +49,39 @@ def folder(server: int) -> Path:
     return Path(tempfile.gettempdir()) / f"vllm-dsa-{os.getuid()}-{server}"
 
 
-def attach(registry: Any) -> None:
+def attach(registry: Any, app: Any) -> None:
     """Make ``registry``, the one that ``/metrics`` shows, also collect the features' outcomes.
 
-    Called by upstream's ``attach_router`` of ``/metrics``. Never raises: without a folder nothing is shown.
+    Called by upstream's ``attach_router`` of ``/metrics``, before the application knows its model. Never
+    raises: without a folder nothing is shown.
+
+    Args:
+        registry: prometheus_client's.
+        app: the FastAPI application.
     """
-    shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
     try:
         place = folder(os.getpid())
+    except OSError as error:  # no temporary folder
+        log.warning_once("metrics", "vllm.dsa: no outcomes on /metrics: %s", error)
+        return
+    inner = app.router.lifespan_context
+
+    @contextlib.asynccontextmanager
+    async def lifespan(served: Any) -> AsyncIterator[Any]:
+        if features.has_indexer(getattr(served.state, "vllm_config", None)):
+            _make(place)
+        async with inner(served) as state:
+            yield state
+
+    app.router.lifespan_context = lifespan
+    with contextlib.suppress(ValueError):  # attached before
+        registry.register(Collector(place))
+
+
+def _make(place: Path) -> None:
+    """Make the folder in which the engine's processes write, removed when this process ends."""
+    shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+    try:
         if not shared:
             shutil.rmtree(place, ignore_errors=True)  # of a process that had our number
         place.mkdir(mode=0o700, exist_ok=shared)
@@ -65,8 +90,6 @@ def attach(registry: Any) -> None:
         return
     if not shared:
         atexit.register(shutil.rmtree, place, True)
-    with contextlib.suppress(ValueError):  # attached before
-        registry.register(Collector(place))
 
 
 def announce(config: Any) -> None:

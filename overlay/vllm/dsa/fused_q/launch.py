@@ -54,6 +54,10 @@ def try_launch(
     upstream's ``fused_q`` gives to its CuTeDSL kernel, after that kernel was ruled out.
     """
     global _reported
+    if not current_platform.is_cuda():
+        return (
+            False  # without a line per worker: the switch's default is auto, and the start-up line says why
+        )
     if positions.shape[0] < (MIN_TOKENS_INDEXER if has_indexer else MIN_TOKENS_NO_INDEXER):
         return False
     reason = unsupported(
@@ -108,8 +112,6 @@ def unsupported(
     A row is cut into chunks of half the rotary dimension, so that must be a power of two of at least 16, and
     an indexer head two or four such chunks. As in upstream's kernel the last dimension has unit stride.
     """
-    if not current_platform.is_cuda():
-        return "needs an NVIDIA GPU"
     half = q_pe_cos_sin_cache.shape[-1] // 2
     if not _is_chunk(half) or q_pe.shape[-1] != 2 * half:
         return f"rotary dimension {q_pe.shape[-1]} of the query"
