@@ -26,6 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
+import results_file
 
 TOP_LOGPROBS = 20
 
@@ -193,20 +194,7 @@ def rows(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any
 
 
 def append(path: Path, feature: str, line: str, new: list[dict[str, Any]]) -> None:
-    doc = {
-        "schema": 1,
-        "kind": "ratio",
-        "feature": feature,
-        "line": line,
-        "card": "h200",
-        "rows": [],
-        "notes": "",
-    }
-    if path.exists():
-        doc = json.loads(path.read_text())
-    doc["rows"] += new
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(doc, indent=1) + "\n")
+    results_file.add(path, feature, line, new, replace=False)
 
 
 def main() -> int:

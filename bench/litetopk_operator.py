@@ -32,6 +32,9 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import results_file
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "overlay" / "tests"))
 BUDGET = 512 << 20
@@ -275,25 +278,6 @@ def about(line: str) -> dict[str, Any]:
     }
 
 
-def store(path: Path, line: str, rows: list[dict[str, Any]]) -> None:
-    """Add the rows to the file; a row with the same case and metric is replaced."""
-    data: dict[str, Any] = {
-        "schema": 1,
-        "kind": "ratio",
-        "feature": "litetopk",
-        "line": line,
-        "card": "h200",
-        "rows": [],
-    }
-    if path.exists():
-        data = json.loads(path.read_text())
-    new = {(row["case"], row["metric"]) for row in rows}
-    kept = [row for row in data["rows"] if (row["case"], row["metric"]) not in new]
-    data["rows"] = kept + [{k: v for k, v in row.items() if k != "line"} for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
-
-
 def matrix() -> list[Shape]:
     """Return the shapes of the RFC's grid that fit one gather, in an order whose beginnings are stratified.
 
@@ -377,7 +361,8 @@ def main() -> None:
             print("time is up: the remaining shapes were not measured")
             break
         rows += measure(up, shape, args)
-        store(out, args.line, rows)
+        found = [{key: value for key, value in row.items() if key != "line"} for row in rows]
+        results_file.add(out, "litetopk", args.line, found, replace=True)
         torch.cuda.empty_cache()
     report(shapes, out)
 

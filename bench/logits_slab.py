@@ -19,6 +19,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import results_file
+
 BUDGET = 512 << 20
 
 
@@ -127,25 +130,6 @@ def plot(found: dict[str, list[int]], args: argparse.Namespace) -> None:
     pyplot.savefig(args.plot, dpi=120)
 
 
-def store(file: Path, line: str, rows: list[dict[str, Any]]) -> None:
-    """Add rows to a results file; those of the same case and metric are replaced."""
-    data = {
-        "schema": 1,
-        "kind": "ratio",
-        "feature": "deepgemm",
-        "line": line,
-        "card": "h200",
-        "rows": [],
-        "notes": "",
-    }
-    if file.is_file():
-        data = json.loads(file.read_text())
-    new = {(row["case"], row["metric"]) for row in rows}
-    data["rows"] = [row for row in data["rows"] if (row["case"], row["metric"]) not in new] + rows
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(data, indent=1) + "\n")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -173,7 +157,7 @@ def main() -> None:
     for row in rows:
         print(json.dumps(row))
     if args.out:
-        store(args.out, args.line, rows)
+        results_file.add(args.out, "deepgemm", args.line, rows, replace=True)
     if args.plot:
         plot(found, args)
 

@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import e2e_prefill
 import logits_slab
+import results_file
 
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
@@ -111,7 +112,7 @@ def main() -> None:
         row["case"] = f"slab e2e heads={args.heads} index={args.index_heads} S={args.tokens}"
         print(json.dumps(row))
     if args.out:
-        logits_slab.store(args.out, args.line, rows)
+        results_file.add(args.out, "deepgemm", args.line, rows, replace=True)
     if args.plot:
         logits_slab.plot(series, args)
 
