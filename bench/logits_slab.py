@@ -97,7 +97,7 @@ def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[
         ratio = value["own"] / value["slab"] if value["slab"] else None
         rows.append(
             {
-                "case": f"slab S={args.tokens}",
+                "case": f"slab S={args.tokens} step={args.steps}",
                 "metric": metric,
                 "baseline": value["own"],
                 "ours": value["slab"],

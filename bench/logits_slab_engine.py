@@ -109,7 +109,9 @@ def main() -> None:
     _, _, apart = e2e_prefill.compare([found["own"]], [found["slab"]])
     for row in rows:
         row["largest_logprob_difference"] = apart
-        row["case"] = f"slab e2e heads={args.heads} index={args.index_heads} S={args.tokens}"
+        row["case"] = (
+            f"slab e2e heads={args.heads} index={args.index_heads} S={args.tokens} step={args.steps}"
+        )
         print(json.dumps(row))
     if args.out:
         results_file.add(args.out, "deepgemm", args.line, rows, replace=True)
