@@ -55,9 +55,7 @@ def try_launch(
     """
     global _reported
     if not current_platform.is_cuda():
-        return (
-            False  # without a line per worker: the switch's default is auto, and the start-up line says why
-        )
+        return False  # no line per worker: auto is the default, and the start-up line says why
     if positions.shape[0] < (MIN_TOKENS_INDEXER if has_indexer else MIN_TOKENS_NO_INDEXER):
         return False
     reason = unsupported(
