@@ -25,15 +25,23 @@ from catalog import ROOT, Machine, Step, SuiteError, load, look, unsupported
 from steps import FAILED, LEFT_OUT, OK, UNSUPPORTED, Row, run_step
 
 
+def commit(root: Path) -> str:
+    """The checkout's commit, with ``-dirty`` if tracked files differ from it; ``unknown`` without git."""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def store(rows: list[Row], machine: Machine, out: Path) -> Path:
     """Write the rows to ``out/gpu-suite/<line>-<card>.json``; rows of other cases in the file stay."""
     path = out / "gpu-suite" / f"{machine.line}-{machine.card}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     old = json.loads(path.read_text())["rows"] if path.is_file() else []
-    git = ["git", "-C", str(ROOT), "rev-parse", "--short", "HEAD"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
     about = {
-        "commit": done.stdout.strip() or "unknown",
+        "commit": commit(ROOT),
         "version": machine.version,
         "driver": machine.driver,
         "torch": machine.torch,

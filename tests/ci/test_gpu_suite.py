@@ -167,6 +167,26 @@ def test_results_of_other_cases_stay(tmp_path: Path) -> None:
     assert [(row["case"], row["state"]) for row in data["rows"]] == [("a tests", "ok"), ("b tests", "FAILED")]
 
 
+def test_the_commit_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def git(*words: str) -> str:
+        name = ["-c", "user.name=a", "-c", "user.email=a@example.invalid"]
+        command = ["git", "-C", str(tmp_path), *name, *words]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+
+    assert suite.commit(tmp_path) == "unknown"
+    git("init", "-q")
+    (tmp_path / "file").write_text("1")
+    git("add", "file")
+    git("commit", "-qm", "one")
+    git("tag", "-am", "v1", "v1")
+    head = git("rev-parse", "--short=7", "HEAD")
+    assert suite.commit(tmp_path) == head
+    (tmp_path / "file").write_text("2")
+    assert suite.commit(tmp_path) == f"{head}-dirty"
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert suite.commit(tmp_path) == "unknown"
+
+
 def test_selection() -> None:
     suites = catalog.load()
     chosen = suite.choose(suites, ["fused_q:table", "topk_compare"], tests_only=False)
