@@ -4,11 +4,12 @@
     python bench/logits_slab_engine.py --line 0.33.0 [--tokens 262144] [--out FILE] [--plot FILE.png]
 
 Each setting starts an engine of its own on the seeded model of ``e2e_model``, sends one prompt, steps the
-engine by hand and notes the reserved bytes after each step. The first token of both must agree; the
-largest difference of the best log-probabilities is stored (the order in which a top-k writes its ids is free,
-so it need not be 0). The allocator's cache is emptied before the first step, as upstream does it after its
-profile run. Needs what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm``
-the engine's options.
+engine by hand and notes the reserved bytes after each step. The allocator's cache is emptied before the first
+step, as upstream does it after its profile run. Then a shorter prompt is answered twice. The first tokens of
+both settings must agree; the largest difference of the best log-probabilities is stored beside that of the
+baseline with itself, which is not 0: the order in which a top-k writes its ids is free. Nothing is timed, so
+``--together`` may run both engines at once (then ``--llm`` must leave memory for both). Needs what
+``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm`` the engine's options.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import json
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,12 @@ import e2e_prefill
 import logits_slab
 import results_file
 
+#: Tokens of the prompt that is answered twice.
+SHORT = 32768
+
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
-    """One engine: reserved bytes after each step, the first token, its rivals, and what the feature did."""
+    """One engine: reserved bytes after each step of the long prompt, all answers, what the feature did."""
     import torch
 
     overrides = {"max_position_embeddings": args.tokens + 64} | args.hf_config
@@ -37,37 +43,81 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     llm = e2e_model.make_engine(
         args.heads, args.index_heads, args.layers, args.tokens + 64, overrides, options
     )
-    from vllm import SamplingParams
     from vllm.dsa import counters
 
-    engine = llm.llm_engine
-    engine.add_request(
-        "long",
-        e2e_prefill.prompt(args.tokens, 1),
-        SamplingParams(
-            max_tokens=1,
-            temperature=0,
-            ignore_eos=True,
-            detokenize=False,
-            logprobs=e2e_prefill.TOP_LOGPROBS,
-        ),
-    )
     torch.cuda.empty_cache()
-    reserved, token, best = [], None, {}
+    reserved, answer = steps(llm.llm_engine, args.tokens, 1)
+    short = min(SHORT, args.tokens)
+    answers = [answer, *(steps(llm.llm_engine, short, 2)[1] for _ in range(2))]
+    return {"reserved": reserved, "answers": answers, "did": counters.snapshot("logits_slab")}
+
+
+def steps(engine: Any, tokens: int, seed: int) -> tuple[list[int], dict[str, Any]]:
+    """Answer one prompt: reserved bytes after each step, and the first token with its rivals."""
+    import torch
+    from vllm import SamplingParams
+
+    best = e2e_prefill.TOP_LOGPROBS
+    params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, detokenize=False, logprobs=best)
+    engine.add_request(f"prompt {time.monotonic_ns()}", e2e_prefill.prompt(tokens, seed), params)
+    reserved, answer = [], {}
     while engine.has_unfinished_requests():
         for output in engine.step():
             if output.finished:
-                (answer,) = output.outputs
-                token = answer.token_ids[0]
-                best = {str(key): float(value.logprob) for key, value in answer.logprobs[0].items()}
+                (said,) = output.outputs
+                rivals = {str(key): float(value.logprob) for key, value in said.logprobs[0].items()}
+                answer = {"token": said.token_ids[0], "logprobs": rivals}
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_stats()["reserved_bytes.all.current"])
-    return {
-        "reserved": reserved,
-        "token": token,
-        "logprobs": best,
-        "did": counters.snapshot("logits_slab"),
-    }
+    return reserved, answer
+
+
+def started(switch: str) -> subprocess.Popen[str]:
+    env = os.environ | {"VLLM_INDEXER_LOGITS_SLAB": switch}
+    return subprocess.Popen(
+        [sys.executable, __file__, *sys.argv[1:], "--child"], stdout=subprocess.PIPE, text=True, env=env
+    )
+
+
+def result_of(child: subprocess.Popen[str]) -> dict[str, Any]:
+    """Wait for an engine, show what it printed, and return its result."""
+    out, _ = child.communicate()
+    sys.stderr.write(out)
+    lines = [line for line in out.splitlines() if line.startswith("RESULT ")]
+    if child.returncode or not lines:
+        raise SystemExit(f"an engine ended with {child.returncode} and no result:\n{out[-2000:]}")
+    found: dict[str, Any] = json.loads(lines[-1].removeprefix("RESULT "))
+    return found
+
+
+def results(settings: dict[str, str], together: bool) -> dict[str, dict[str, Any]]:
+    """Run an engine for each setting, in turn or at once; if one fails, the others are ended."""
+    if not together:
+        return {way: result_of(started(switch)) for way, switch in settings.items()}
+    children = {way: started(switch) for way, switch in settings.items()}
+    with ThreadPoolExecutor(len(children)) as pool:
+        waiting = {pool.submit(result_of, child): way for way, child in children.items()}
+        try:
+            return {waiting[done]: done.result() for done in as_completed(waiting)}
+        finally:
+            for child in children.values():
+                child.kill()
+
+
+def judged(own: dict[str, Any], slab: dict[str, Any]) -> dict[str, Any]:
+    """Return the differences to store.
+
+    Raises:
+        SystemExit: the buffer was not used, or was where it is off, or a first token differs.
+    """
+    if {row["outcome"] for row in slab["did"]} != {"active"} or own["did"]:
+        raise SystemExit(f"the buffer was not used as it should: {own['did']} {slab['did']}")
+    tokens = [[answer["token"] for answer in found["answers"]] for found in (own, slab)]
+    if tokens[0] != tokens[1]:
+        raise SystemExit(f"other first tokens: {tokens[0]} and {tokens[1]}")
+    _, _, apart = e2e_prefill.compare(own["answers"], slab["answers"])
+    _, _, noise = e2e_prefill.compare(own["answers"][1:2], own["answers"][2:])
+    return {"largest_difference": apart, "largest_difference_of_baseline_with_itself": noise}
 
 
 def main() -> None:
@@ -85,33 +135,22 @@ def main() -> None:
     parser.add_argument("--commit", default="", help="of the checkout, where git cannot tell it")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
+    parser.add_argument("--together", action="store_true", help="run both engines at once")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print("RESULT " + json.dumps(run(args)), flush=True)
         return
-    found: dict[str, dict[str, Any]] = {}
-    for way, switch in (("own", "off"), ("slab", "on")):
-        env = os.environ | {"VLLM_INDEXER_LOGITS_SLAB": switch}
-        argv = [sys.executable, __file__, *sys.argv[1:], "--child"]
-        done = subprocess.run(argv, stdout=subprocess.PIPE, text=True, check=True, env=env)
-        (line,) = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        found[way] = json.loads(line.removeprefix("RESULT "))
-    outcomes = {row["outcome"] for row in found["slab"]["did"]}
-    if outcomes != {"active"} or found["own"]["did"]:
-        raise SystemExit(
-            f"the buffer was not used as it should: {found['own']['did']} {found['slab']['did']}"
-        )
-    if found["own"]["token"] != found["slab"]["token"]:
-        raise SystemExit(f"other first tokens: {found['own']['token']} and {found['slab']['token']}")
+    found = results({"own": "off", "slab": "on"}, args.together)
     series = {way: value["reserved"] for way, value in found.items()}
+    print(json.dumps({"reserved_MiB": {way: [v >> 20 for v in values] for way, values in series.items()}}))
+    differences = judged(found["own"], found["slab"])
     rows = logits_slab.rows_of(series, args)
-    _, _, apart = e2e_prefill.compare([found["own"]], [found["slab"]])
     for row in rows:
-        row["largest_logprob_difference"] = apart
         row["case"] = (
             f"slab e2e heads={args.heads} index={args.index_heads} S={args.tokens} step={args.steps}"
         )
+        row |= differences
         print(json.dumps(row))
     if args.out:
         results_file.add(args.out, "deepgemm", args.line, rows, replace=True)

@@ -1,0 +1,77 @@
+"""bench/logits_slab_engine.py, as far as it runs without an engine: what it accepts as a result."""
+
+from __future__ import annotations
+
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ACTIVE = [{"feature": "logits_slab", "outcome": "active", "reason": "526 MiB", "count": 1}]
+
+
+@pytest.fixture
+def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    return importlib.import_module("logits_slab_engine")
+
+
+def engine(did: list[dict[str, Any]], *values: float, token: int = 7) -> dict[str, Any]:
+    return {"did": did, "answers": [{"token": token, "logprobs": {"7": value}} for value in values]}
+
+
+def test_the_differences_are_those_to_the_other_and_of_the_baseline_with_itself(bench: ModuleType) -> None:
+    found = bench.judged(engine([], -1.0, -2.0, -2.25), engine(ACTIVE, -1.5, -2.0, -2.0))
+    assert found == {"largest_difference": 0.5, "largest_difference_of_baseline_with_itself": 0.25}
+
+
+def test_a_run_without_the_buffer_or_with_another_token_is_refused(bench: ModuleType) -> None:
+    own, slab = engine([], -1.0, -2.0, -2.0), engine(ACTIVE, -1.0, -2.0, -2.0)
+    declined = [*ACTIVE, ACTIVE[0] | {"outcome": "declined"}]
+    for one, two in ((own, own), (slab, slab), (own, engine(declined, -1.0, -2.0, -2.0))):
+        with pytest.raises(SystemExit, match="not used as it should"):
+            bench.judged(one, two)
+    with pytest.raises(SystemExit, match=r"other first tokens: \[7, 7, 7\] and \[8, 8, 8\]"):
+        bench.judged(own, engine(ACTIVE, -1.0, -2.0, -2.0, token=8))
+
+
+@pytest.mark.parametrize("end", ["", "; raise SystemExit(3)"])
+def test_an_engine_that_ends_without_a_result_says_what_it_printed(bench: ModuleType, end: str) -> None:
+    script = f"print('noise'); print('RESULT {{}}' if {bool(end)} else 'nothing'){end}"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    with pytest.raises(SystemExit, match="no result:\nnoise"):
+        bench.result_of(child)
+    script = "print('noise'); print('RESULT {\"did\": []}'); print('more')"
+    child = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert bench.result_of(child) == {"did": []}
+
+
+def test_engines_at_once_and_all_ended_when_one_fails(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scripts = {
+        # more than a pipe holds: an engine must not wait for the other to be read
+        "off": "print('x' * 300000); print('RESULT {\"did\": \"off\"}')",
+        "on": 'import sys; sys.stdin.read(); print(\'RESULT {"did": "on"}\')',
+        "fails": "raise SystemExit(3)",
+    }
+    children: list[subprocess.Popen[str]] = []
+
+    def started(switch: str) -> subprocess.Popen[str]:
+        argv = [sys.executable, "-c", scripts[switch]]
+        # the engine "on" ends when its input does: at once, or never if a write end stays open
+        stdin = subprocess.PIPE if "fails" in running else subprocess.DEVNULL
+        children.append(subprocess.Popen(argv, stdin=stdin, stdout=subprocess.PIPE, text=True))
+        return children[-1]
+
+    monkeypatch.setattr(bench, "started", started)
+    running = {"own": "off", "slab": "on"}
+    assert bench.results(running, True) == {"own": {"did": "off"}, "slab": {"did": "on"}}
+    running = {"own": "fails", "slab": "on"}
+    with pytest.raises(SystemExit, match="ended with 3"):
+        bench.results(running, True)
+    assert all(child.poll() is not None for child in children)
