@@ -5,7 +5,8 @@
     python bench/plots.py --check    # says which plots are not of the stored results; exit code 1
 
 Each SVG names, in its description, a digest of the rows and of the settings that it was made from, so that a
-stored plot can be compared with the results whatever matplotlib draws on another machine.
+stored plot can be compared with the results whatever matplotlib draws on another machine. A plot of OFFERED
+is drawn once its file has rows for it; a page must then show it, as each of PLOTS.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, PLOTS_DIR = "bench/results", "docs/plots"
-LAYOUT = 1  # raise when the drawing itself changes
+LAYOUT = 2  # raise when the drawing itself changes
 
 
 @dataclass(frozen=True)
@@ -32,11 +33,15 @@ class Plot:
         name: file name in docs/plots, without suffix.
         results: file under bench/results.
         title: what is shown, with the card.
-        select: expression that a row's case matches as a whole; groups ``x`` (a number) and ``group``.
-        label: one curve's name, a format string with ``group``.
+        select: expression that a row's case matches as a whole; group ``x`` is a number, the others name the
+            curve.
+        label: one curve's name, a format string with the other groups.
         x_label: what the x axis is.
         metric: of the rows.
-        value: ``times``: baseline and ours; ``ratio``: how many times faster ours is.
+        value: ``times``: baseline and ours; ``ratio``: how many times faster ours is; ``series``: the row's
+            memory after each ``step`` up to ``x`` (both groups of the case), baseline and ours.
+        near_one: ratios close to 1: the axis does not start at 0.
+        x_log: the x axis is logarithmic.
     """
 
     name: str
@@ -47,6 +52,8 @@ class Plot:
     x_label: str
     metric: str = "time"
     value: str = "times"
+    near_one: bool = False
+    x_log: bool = True
 
 
 PLOTS = (
@@ -69,29 +76,116 @@ PLOTS = (
     ),
 )
 
+DECODE = r"mode=(?P<mode>wk|full) phase=decode heads=16 index=64 graph=FULL\w* B=(?P<x>\d+) ctx=(?P<ctx>\d+)"
 
-def points(plot: Plot, root: Path = ROOT) -> dict[str, list[tuple[int, dict[str, Any]]]]:
-    """Return the rows of each curve by rising x; of several rows of a case the newest (last) counts.
+OFFERED = (
+    Plot(
+        "overlap-decode",
+        "overlap/0.33.0-h200.json",
+        "decode graph on an H200 with the indexer overlapped, against off (16 / 64 heads)",
+        DECODE,
+        "{mode}, context {ctx}",
+        "sequences",
+        metric="graph",
+        value="ratio",
+        near_one=True,
+    ),
+    Plot(
+        "overlap_compiled-decode",
+        "overlap/0.28.0-h200.json",
+        "decode graph of line 0.28.0 on an H200 with the indexer overlapped, against off (16 / 64 heads)",
+        DECODE,
+        "{mode}, context {ctx}",
+        "sequences",
+        metric="graph",
+        value="ratio",
+        near_one=True,
+    ),
+    Plot(
+        "litedsa-operator",
+        "litedsa/0.33.0-h200.json",
+        "LiteDSA on an H200 against FLASH_ATTN_MLA_SPARSE, 16384 queries, bf16 cache",
+        r"heads=(?P<heads>\d+) T=16384 u=(?P<x>[\d.]+) base=FLASH_ATTN_MLA_SPARSE",
+        "{heads} heads",
+        "keys of a group's union, in units of 2048",
+        value="ratio",
+        x_log=False,
+    ),
+    Plot(
+        "logits_slab-operator",
+        "deepgemm/0.33.0-h200.json",
+        "memory reserved on an H200 while a prompt is scored: upstream (dashed) and ours",
+        r"slab S=(?P<x>\d+) step=(?P<step>\d+)",
+        "one buffer",
+        "tokens of context",
+        metric="peak_MiB",
+        value="series",
+        x_log=False,
+    ),
+    Plot(
+        "logits_slab-engine",
+        "deepgemm/0.33.0-h200.json",
+        "memory reserved in the engine on an H200: upstream (dashed) and ours",
+        r"slab e2e heads=16 index=64 S=(?P<x>\d+) step=(?P<step>\d+)",
+        "one buffer",
+        "tokens of context",
+        metric="peak_MiB",
+        value="series",
+        x_log=False,
+    ),
+)
+
+
+def curves(plot: Plot, root: Path = ROOT) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    """Return the rows of each curve, by its label and rising x; of several rows of a case the last counts."""
+    path = root / RESULTS / plot.results
+    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    found: dict[str, tuple[tuple[Any, ...], dict[float, dict[str, Any]]]] = {}
+    for row in rows:
+        match = re.fullmatch(plot.select, row["case"])
+        if match is None or row["metric"] != plot.metric:
+            continue
+        if plot.value == "series" and "series_MiB" not in row:
+            continue
+        names = match.groupdict()
+        x = float(names.pop("x"))
+        # Numbers in the order of their size: 4096 before 32768.
+        order = tuple((0, int(v), "") if v.isdigit() else (1, 0, v) for v in names.values())
+        found.setdefault(plot.label.format(**names), (order, {}))[1][x] = row | {"groups": names}
+    return {label: sorted(one.items()) for label, (_, one) in sorted(found.items(), key=lambda i: i[1][0])}
+
+
+def points(plot: Plot, root: Path = ROOT) -> dict[str, list[tuple[float, dict[str, Any]]]]:
+    """Return `curves`; of a series only that of the longest context.
 
     Raises:
         SystemExit: no row fits, so the plot would be empty.
     """
-    rows = json.loads((root / RESULTS / plot.results).read_text(encoding="utf-8"))["rows"]
-    found: dict[str, dict[int, dict[str, Any]]] = {}
-    for row in rows:
-        match = re.fullmatch(plot.select, row["case"])
-        if match and row["metric"] == plot.metric:
-            found.setdefault(match["group"], {})[int(match["x"])] = row
+    found = curves(plot, root)
     if not found:
         sys.exit(f"error: {plot.results} has no row for {plot.name}")
-    return {group: sorted(one.items()) for group, one in sorted(found.items())}
+    if plot.value == "series":
+        return {label: rows[-1:] for label, rows in found.items()}
+    return found
+
+
+def offered(root: Path = ROOT) -> list[Plot]:
+    """Return the plots of OFFERED that have rows: a curve of two points, or a series."""
+    return [
+        plot
+        for plot in OFFERED
+        if any(len(rows) > 1 or plot.value == "series" for rows in curves(plot, root).values())
+    ]
 
 
 def digest(plot: Plot, root: Path = ROOT) -> str:
     """Return what identifies a figure: settings and the figures that it shows."""
     shown = {
-        group: [(x, row["baseline"], row["ours"], row["ratio"], row["unit"]) for x, row in one]
-        for group, one in points(plot, root).items()
+        label: [
+            (x, row["baseline"], row["ours"], row["ratio"], row["unit"], row.get("series_MiB"))
+            for x, row in one
+        ]
+        for label, one in points(plot, root).items()
     }
     text = json.dumps([LAYOUT, asdict(plot), shown], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()
@@ -108,19 +202,29 @@ def draw(plot: Plot, target: Path, root: Path = ROOT) -> None:
     with pyplot.rc_context(settings):
         figure, axes = pyplot.subplots(figsize=(7, 4), layout="constrained")
         unit = ""
-        for number, (group, rows) in enumerate(points(plot, root).items()):
+        for number, (label, rows) in enumerate(points(plot, root).items()):
             xs = [x for x, _ in rows]
             unit, color = rows[0][1]["unit"], f"C{number}"
-            label = plot.label.format(group=group)
             if plot.value == "ratio":
                 axes.plot(xs, [row["ratio"] for _, row in rows], "o-", color=color, label=label)
+            elif plot.value == "series":
+                for way, line in (("ours", "-"), ("baseline", "--")):
+                    gib = [mib / 1024 for mib in rows[0][1]["series_MiB"][way]]
+                    step = int(rows[0][1]["groups"]["step"])
+                    steps = [step * (number + 1) for number in range(len(gib))]
+                    axes.plot(steps, gib, line, color=color, label=label if way == "ours" else None)
             else:
                 axes.plot(xs, [row["ours"] for _, row in rows], "o-", color=color, label=label)
                 axes.plot(xs, [row["baseline"] for _, row in rows], "o--", color=color)
-        axes.set_xscale("log", base=2)
+        if plot.x_log:
+            axes.set_xscale("log", base=2)
         if plot.value == "ratio":
             axes.axhline(1.0, color="grey", linewidth=1)
             axes.set_ylabel("times faster")
+            if not plot.near_one:
+                axes.set_ylim(bottom=0)
+        elif plot.value == "series":
+            axes.set_ylabel("GiB")
             axes.set_ylim(bottom=0)
         else:
             axes.set_yscale("log")
@@ -138,9 +242,9 @@ def draw(plot: Plot, target: Path, root: Path = ROOT) -> None:
 
 
 def stale(root: Path = ROOT) -> list[Plot]:
-    """Return the plots whose file is missing or shows other rows than the stored ones."""
+    """Return the plots, offered ones too, whose file is missing or shows other rows than the stored ones."""
     found = []
-    for plot in PLOTS:
+    for plot in [*PLOTS, *offered(root)]:
         path = root / PLOTS_DIR / f"{plot.name}.svg"
         if not path.is_file() or f"rows {digest(plot, root)}" not in path.read_text(encoding="utf-8"):
             found.append(plot)
@@ -161,7 +265,8 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{path.relative_to(ROOT)} is not of {RESULTS}/{plot.results}", file=sys.stderr)
         else:
             draw(plot, path)
-            print(f"wrote {path.relative_to(ROOT)}")
+            shown = "" if plot in PLOTS else f"; a page of docs/ shows it with ![...](plots/{plot.name}.svg)"
+            print(f"wrote {path.relative_to(ROOT)}{shown}")
     if old and args.check:
         print("  fix: scripts/bench.sh --plots", file=sys.stderr)
         return 1

@@ -48,10 +48,58 @@ def test_each_feature_that_ships_has_a_page_that_names_its_switch(root: Path) ->
 
 
 def test_plots_are_of_the_stored_results_and_shown(root: Path) -> None:
-    assert [plot.name for plot in plots.stale()] == [], "scripts/bench.sh --plots makes them"
+    there = {path.stem for path in (root / "docs/plots").iterdir()}
+    wanted = {plot.name for plot in plots.PLOTS}
+    assert wanted <= there <= wanted | {plot.name for plot in plots.offered()}
+    stale = [plot.name for plot in plots.stale() if plot.name in there]
+    assert stale == [], "scripts/bench.sh --plots makes them"
     text = "".join(page.read_text() for page in pages(root))
-    assert [plot.name for plot in plots.PLOTS if f"(plots/{plot.name}.svg)" not in text] == []
-    assert {path.stem for path in (root / "docs/plots").iterdir()} == {plot.name for plot in plots.PLOTS}
+    assert [name for name in sorted(there) if f"(plots/{name}.svg)" not in text] == []
+
+
+def ratio_row(case: str, metric: str, ratio: float) -> dict[str, object]:
+    return {"case": case, "metric": metric, "unit": "us", "baseline": ratio, "ours": 1.0, "ratio": ratio}
+
+
+def test_an_offered_plot_is_drawn_once_there_are_rows(tmp_path: Path) -> None:
+    """The cases as the benches write them: bench/e2e_decode.py, litedsa_operator.py and logits_slab.py."""
+    assert plots.offered(tmp_path) == []
+    decode = "mode={} phase=decode heads=16 index=64 graph=FULL_DECODE_ONLY B={} ctx={}"
+    rows = {
+        "overlap": [
+            ratio_row(decode.format(mode, batch, context), "graph", 1 + batch / 100)
+            for mode in ("off", "wk", "full")
+            for context in (32768, 4096)
+            for batch in (4, 1)
+        ],
+        "litedsa": [
+            ratio_row(f"heads=8 T=16384 u={u} base={base}", "time", u)
+            for base in ("FLASH_ATTN_MLA_SPARSE", "FLASHMLA_SPARSE", "card")
+            for u in (2.0, 1.5)
+        ],
+        "deepgemm": [
+            {**ratio_row(f"slab S={s} step=8192", "peak_MiB", 2.0), "series_MiB": series}
+            for s, series in (
+                (16384, {"baseline": [3.0, 5.0], "ours": [1.0, 1.0]}),
+                (8192, {"baseline": [4.0], "ours": [1.0]}),
+            )
+        ],
+    }
+    for folder, one in rows.items():
+        (tmp_path / plots.RESULTS / folder).mkdir(parents=True)
+        (tmp_path / plots.RESULTS / folder / "0.33.0-h200.json").write_text(json.dumps({"rows": one}))
+    found = {plot.name: plot for plot in plots.offered(tmp_path)}
+    assert sorted(found) == ["litedsa-operator", "logits_slab-operator", "overlap-decode"]
+    shown = plots.points(found["overlap-decode"], tmp_path)
+    names = [f"{mode}, context {context}" for mode in ("full", "wk") for context in (4096, 32768)]
+    assert sorted(shown) == sorted(names)
+    assert [(x, row["ratio"]) for x, row in shown[names[0]]] == [(1, 1.01), (4, 1.04)]
+    assert [x for x, _ in plots.points(found["litedsa-operator"], tmp_path)["8 heads"]] == [1.5, 2.0]
+    ((x, row),) = plots.points(found["logits_slab-operator"], tmp_path)["one buffer"]
+    assert x == 16384 and row["series_MiB"]["baseline"] == [3.0, 5.0]
+    for plot in found.values():
+        plots.draw(plot, tmp_path / plots.PLOTS_DIR / f"{plot.name}.svg", tmp_path)
+    assert {plot.name for plot in plots.OFFERED if plot in plots.stale(tmp_path)} == set()
 
 
 def test_a_plot_is_drawn_from_the_rows_alone(tmp_path: Path, root: Path) -> None:
