@@ -47,8 +47,9 @@ struct alignas(1024) AttendShared {
   uint64_t kv_full[2], kv_empty[2], p_full, p_empty;
 };
 
-// Who arrives: all 64 threads that filled a tile; one lane of each of the 8 warps that used it; all 128 threads that wrote weights.
-constexpr int kFillers = 64, kUsers = 8, kWriters = 128;
+// Who arrives: all 64 threads that filled a tile; one lane of each of the 8 warps that used it; all 128 threads that wrote weights, and
+// all 256 that read the decay beside them.
+constexpr int kFillers = 64, kUsers = 8, kWriters = 128, kReaders = 256;
 
 // The queries of the group into shared memory; rows of absent queries are zero.
 template <int kBlocks>
@@ -265,11 +266,9 @@ __device__ __forceinline__ void add_values(const AttendParams& p, AttendShared<k
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait_all(d);
+    ptx::barrier_arrive(&s.p_empty);
     __syncwarp();
-    if (lane == 0) {
-      ptx::barrier_arrive(&s.p_empty);
-      ptx::barrier_arrive(&s.kv_empty[stage]);
-    }
+    if (lane == 0) ptx::barrier_arrive(&s.kv_empty[stage]);
   }
 
   ptx::barrier_wait(&s.p_full, tiles & 1);
@@ -321,7 +320,7 @@ __global__ void __launch_bounds__(kAttendThreads, 1) attend_kernel(const DSA_GRI
       ptx::barrier_init(&s.kv_empty[i], kUsers);
     }
     ptx::barrier_init(&s.p_full, kWriters);
-    ptx::barrier_init(&s.p_empty, kUsers);
+    ptx::barrier_init(&s.p_empty, kReaders);
     ptx::barrier_init_fence();
   }
   load_queries<kBlocks>(p, s.q, first, queries, thread);

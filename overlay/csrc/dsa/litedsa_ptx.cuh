@@ -39,6 +39,26 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   return packed;
 }
 
+// Whether the phase of that parity has completed, as far as it is known now.
+__device__ __forceinline__ bool barrier_test(uint64_t* bar, uint32_t parity) {
+  uint32_t done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+               : "=r"(done)
+               : "r"(smem_address(bar)), "r"(parity)
+               : "memory");
+  return done != 0;
+}
+
+// Whether `value` holds in all `threads` threads that meet at named barrier `id`.
+__device__ __forceinline__ bool named_all(int id, int threads, bool value) {
+  uint32_t all;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbarrier.cta.red.and.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(all)
+               : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+               : "memory");
+  return all != 0;
+}
+
 // Four e4m3 values, the one at the lowest address first.
 __device__ __forceinline__ void unpack_e4m3(uint32_t packed, float (&f)[4]) {
 #if DSA_SM90A

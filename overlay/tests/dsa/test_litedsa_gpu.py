@@ -104,7 +104,7 @@ def test_unions(name: str, heads: int) -> None:
     for k, tokens, seed in ((2048, 2 * group + 1, 0), (65, 3 * group, 1), (1, group, 2)):
         rows = group * k + 100
         topk = select(name, tokens, k, rows, generator(seed), group)
-        starts = plan.group_starts([0, group + 1, tokens], heads)
+        starts = plan.group_starts([0, min(group + 1, tokens), tokens], heads)
         start = torch.tensor(starts, dtype=torch.int32, device="cuda")
         unions = kernel.Unions.empty(len(starts) - 1, heads, k, "cuda")
         for buffer in (unions.slots, unions.masks, unions.counts):
