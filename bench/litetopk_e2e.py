@@ -8,8 +8,8 @@ then the switch changes between requests: it is read when a step is planned and 
 seeded (bench/e2e_model.py), so hidden states, scores and tokens vary. Beside the times it stores, for each
 length of the prompt,
 
-- whether the first tokens are the same off and on, for single prompts and for two concurrent long requests,
-  with ``--prefix-hits`` also for a prompt of which most is in the prefix cache;
+- whether the first tokens are the same off and on, for single prompts and for two concurrent long requests
+  (up to ``--pairs-up-to``), with ``--prefix-hits`` also for a prompt of which most is in the prefix cache;
 - how many of the top-k members differ from upstream's own kernels on the same inputs, and how far below
   upstream's cut-off the lowest of them scores, in sampled rows of each fused chunk;
 - the distribution of the scores, without which a time of a top-k says little;
@@ -39,8 +39,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import e2e_prefill
 import litetopk_compare
+import litetopk_rows
 
 SWITCH = "VLLM_LITETOPK"
+SHORT = 5000  # tokens of the longest short prompt among `e2e_prefill.answers`
 
 
 class Engine(e2e_prefill.Engine):
@@ -130,17 +132,16 @@ def measure(engine: Engine, tokens: int, min_keys: int | None, args: argparse.Na
     pair = [e2e_prefill.prompt(tokens // 2, 7), e2e_prefill.prompt(tokens // 2 - 77, 8)]
     for name in ("off", "on"):
         switch(engine, name == "on", min_keys)
+        watch = litetopk_compare.Watch(backend.current)
+        if args.tensor_parallel == 1:  # with more the kernel runs in worker processes
+            backend.current = watch
         result[name]["answers"] = e2e_prefill.answers(engine, sizes)  # also warms up
-        result[name]["pair"] = tokens_of(engine.generate(pair))
+        backend.current = watch.kernel
+        result["compared"] = litetopk_compare.summary([row for row in watch.rows if row["keys"] > SHORT])
+        if tokens <= args.pairs_up_to:
+            result[name]["pair"] = tokens_of(engine.generate(pair))
         if args.prefix_hits:
             result[name]["prefix"] = after_prefix(engine, tokens)
-    if args.tensor_parallel == 1:  # with more the kernel runs in worker processes
-        watch = litetopk_compare.Watch(backend.current)
-        backend.current = watch
-        switch(engine, True, min_keys)
-        engine.prefill_seconds(tokens, 0)
-        backend.current = watch.kernel
-        result["compared"] = litetopk_compare.summary(watch.rows)
     begun = time.monotonic()
     for run in range(args.runs):
         if run and time.monotonic() - begun > args.seconds:
@@ -174,7 +175,6 @@ def rows(
     off, on = result["off"], result["on"]
     a, b = statistics.median(off["seconds"]), statistics.median(on["seconds"])
     same, equal, worst = e2e_prefill.compare(off["answers"], on["answers"])
-    pair = float(off["pair"] == on["pair"])
     case = f"e2e heads={args.heads} index={args.index_heads} S={tokens} dist=seeded"
     if min_keys is not None:
         case += f" dispatch=always min_keys={min_keys}"
@@ -201,8 +201,10 @@ def rows(
             counters=result["counters"],
         ),
         row("same first tokens", "1", 1.0, float(same), float(same), equal=equal, largest_difference=worst),
-        row("same tokens of two concurrent requests", "1", 1.0, pair, pair),
     ]
+    if "pair" in on:
+        pair = float(off["pair"] == on["pair"])
+        found.append(row("same tokens of two concurrent requests", "1", 1.0, pair, pair))
     if args.prefix_hits:
         cached = on["prefix"][1]
         prefix = float(off["prefix"] == on["prefix"] and cached > 0)
@@ -228,6 +230,7 @@ def main() -> int:
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step (max_num_batched_tokens)")
     parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shard-min-rows", type=int, default=65536)
+    parser.add_argument("--pairs-up-to", type=int, default=1 << 20, metavar="TOKENS", help="of both together")
     parser.add_argument("--prefix-hits", action="store_true", help="also a prompt with a cached prefix")
     parser.add_argument("--mtp", type=int, default=0, help="draft tokens of a step, from one draft layer")
     parser.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
@@ -255,7 +258,7 @@ def main() -> int:
         for row in found:
             print(json.dumps(row), flush=True)
         if args.out:
-            e2e_prefill.append(args.out, "litetopk", args.line, found)
+            litetopk_rows.store(args.out, args.line, found)
         # Different prompts with the same best log-probabilities mean a model whose layers do nothing.
         if len({json.dumps(answer["logprobs"]) for answer in result["off"]["answers"]}) < 2:
             print("error: the answers do not depend on the prompt", file=sys.stderr)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times the LiteTopK kernel against upstream's indexer path, paired in one process on one GPU.
 
-    litetopk_operator.py --line LINE [--set table|small|distributions|matrix] [--shapes N] [--resume]
+    litetopk_operator.py --line LINE [--set table|small|distributions|matrix ...] [--shapes N] [--resume]
 
 Upstream's path is DeepGEMM's `fp8_fp4_mqa_logits` and `top_k_per_row_prefill`, once in the row slices of
 the default 512 MiB logits budget and once as one matrix (at most --matrix-gib). Both are taken from an
@@ -36,7 +36,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results_file
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "overlay" / "tests"))
+sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "overlay" / "tests")]
+from litetopk_rows import store  # noqa: E402
+
 BUDGET = 512 << 20
 K = 2048
 
@@ -59,8 +61,9 @@ TABLE: list[Shape] = [
 SMALL: list[Shape] = [
     (heads, queries, keys, 1, "iid")
     for heads in (64, 32)
-    for queries in (8, 64, 512, 1024)
-    for keys in (1 << 15, 1 << 17, 1 << 20)
+    for queries in (8, 64, 512, 1024, 2048, 4096)
+    for keys in (1 << 15, 1 << 17, 1 << 18, 1 << 19, 1 << 20)
+    if (queries, keys) != (4096, 1 << 15)  # of TABLE
 ]
 DISTRIBUTIONS: list[Shape] = [
     (heads, 8192, 1 << 17, 1, d)
@@ -336,7 +339,8 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--line", required=True)
-    parser.add_argument("--set", default="table", choices=("table", "small", "distributions", "matrix"))
+    sets = ("table", "small", "distributions", "matrix")
+    parser.add_argument("--set", default=["table"], nargs="+", choices=sets)
     parser.add_argument("--shapes", type=int, default=133, help="shapes of the matrix to take, at most 317")
     parser.add_argument("--resume", action="store_true", help="leave out shapes that FILE already has")
     parser.add_argument("--matrix-gib", type=int, default=40, help="largest one big matrix that is timed")
@@ -352,7 +356,7 @@ def main() -> None:
     args.about = about(args.line)
     up = Upstream(args.upstream, args.top_k_library)
     rows: list[dict[str, Any]] = []
-    shapes = shapes_of(args.set, args.shapes)
+    shapes = [shape for name in args.set for shape in shapes_of(name, args.shapes)]
     known = stored(out) if args.resume else {}
     for shape in shapes:
         if case_of(shape) in known:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "bench"))
+import litetopk_rows  # noqa: E402
+
 ASK = """
 import json, sys
 from vllm.dsa.litetopk import dispatch
@@ -56,15 +58,58 @@ def test_no_size_of_the_table_was_measured_to_be_slower() -> None:
 
 def test_the_documented_table_is_the_one_in_use() -> None:
     found = asked([])
-    text = (
-        (ROOT / "docs/litetopk.md").read_text(encoding="utf-8").split("| queries that a rank scores |", 1)[1]
-    )
-    rows = re.findall(r"^\| ([\w ]+) \| (\d+) \|$", text.split("\n\n", 1)[0], re.MULTILINE)
-    most = [int(row[0]) for row in found["table"]]  # type: ignore[index]
-    fewest = [int(row[1]) for row in found["table"]]  # type: ignore[index]
-    assert [int(keys) for _, keys in rows] == fewest
-    assert [name for name, _ in rows] == [
-        f"up to {most[0]}",
-        f"{most[0] + 1} to {most[1]}",
-        f"{most[1] + 1} and more",
+    rows: list[tuple[int, int]] = [tuple(row) for row in found["table"]]  # type: ignore[misc]
+    assert litetopk_rows.PAGE_TABLE.findall((ROOT / "docs/litetopk.md").read_text(encoding="utf-8"))
+    assert litetopk_rows.page(rows) in (ROOT / "docs/litetopk.md").read_text(encoding="utf-8")
+    source = (ROOT / "overlay/vllm/dsa/litetopk/dispatch.py").read_text(encoding="utf-8")
+    assert litetopk_rows.TABLE.findall(source) == [litetopk_rows.code(rows)]
+
+
+def points(fewest: dict[int, int], heads: tuple[int, ...] = (32, 64)) -> list[tuple[int, int, int, float]]:
+    """Times of each number of queries: slower below its number of keys, faster from there on."""
+    lengths = (1 << 15, 1 << 17, 1 << 18, 1 << 20)
+    return [
+        (head, queries, keys, 1.1 if keys >= least else 0.9)
+        for queries, least in fewest.items()
+        for keys in lengths
+        for head in heads
+    ]
+
+
+def test_a_table_is_derived_from_rows() -> None:
+    derive = litetopk_rows.table
+    found = points({8: 1 << 15, 64: 1 << 17, 1024: 1 << 20, 8192: 1 << 18})
+    assert derive(found, 1.0) == [(8, 1 << 15), (64, 1 << 17), (7167, 1 << 20), (1 << 31, 1 << 18)]
+    # A number of queries that one number of heads lacks allows nothing, but it can forbid.
+    assert derive(found + points({2048: 1 << 15}, (64,)), 1.0) == derive(found, 1.0)
+    assert derive([*found, (64, 16, 1 << 18, 0.9)], 1.0)[1] == (64, 1 << 19)
+    # One slower row among longer ones, of whatever distribution: from the next length on.
+    slower = [*found, (64, 8192, 1 << 19, 0.99)]
+    assert derive(slower, 1.0)[-1] == (1 << 31, 1 << 20)
+    assert derive([*found, (32, 8, 1 << 20, 0.99)], 1.0)[0] == (64, litetopk_rows.NEVER)
+    assert derive(found, 1.2) == [(1 << 31, litetopk_rows.NEVER)]
+
+
+def test_only_times_of_one_request_against_the_default_path_count() -> None:
+    case = "H=64 K=2048 Q=8 S=4096 B={} budget={} dist=iid"
+    rows = [
+        {"case": case.format(requests, budget), "metric": metric, "ratio": 2.0}
+        for requests in (1, 4)
+        for budget in ("512MiB", "matrix")
+        for metric in ("time", "peak_MiB")
+    ]
+    rows.append({"case": "e2e heads=16 index=64 S=131072 dist=seeded", "metric": "prefill", "ratio": 3.0})
+    assert litetopk_rows.single(rows) == [(64, 8, 4096, 2.0)]
+
+
+def test_newer_rows_replace_older_ones(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    litetopk_rows.store(file, "0.33.0", [{"case": "a", "metric": "time", "ratio": 1.0, "line": "0.33.0"}])
+    litetopk_rows.store(file, "0.33.0", [{"case": "b", "metric": "time", "ratio": 1.0}])
+    litetopk_rows.store(file, "0.33.0", [{"case": "a", "metric": "time", "ratio": 2.0}])
+    data = json.loads(file.read_text())
+    assert data["line"] == "0.33.0" and data["kind"] == "ratio"
+    assert data["rows"] == [
+        {"case": "b", "metric": "time", "ratio": 1.0},
+        {"case": "a", "metric": "time", "ratio": 2.0},
     ]

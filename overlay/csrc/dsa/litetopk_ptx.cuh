@@ -45,6 +45,25 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same pointer; the compiler keeps it instead of computing it again at each use.
+__device__ __forceinline__ uint64_t* opaque(uint64_t* p) {
+  asm("" : "+l"(p));
+  return p;
+}
+
+__device__ __forceinline__ uint64_t* element(uint64_t* base, unsigned i) {
+  uint64_t* p;
+  asm("mad.wide.u32 %0, %1, 8, %2;" : "=l"(p) : "r"(i), "l"(base));
+  return p;
+}
+
+// A store to global memory without a branch, cached in L2 alone.
+__device__ __forceinline__ void store_if(bool condition, uint64_t* p, uint64_t value) {
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.cg.b64 [%1], %2;\n}" ::"r"(static_cast<int>(condition)), "l"(p),
+               "l"(value)
+               : "memory");
+}
+
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void tma_load_2d(void* dst, const void* map, int x, int y, uint64_t* bar) {

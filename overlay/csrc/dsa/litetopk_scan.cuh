@@ -25,6 +25,7 @@ struct Config {
   static constexpr int kGroups = kHeads == 64 ? 1 : 2;
   static constexpr int kCtasPerSm = kHeads == 64 ? 3 : 2;
   static constexpr bool kRegisterWeights = kHeads == 64;
+  static constexpr int kAddedRelu = 3;             // bit 0: of even heads, bit 1: of odd heads; see relu
   static constexpr int kRows = kColumns / kHeads;  // queries per block
   static constexpr int kWarps = 4 * kGroups;
   static constexpr int kThreads = 32 * kWarps;
@@ -148,7 +149,8 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& s, int fir
     const int half = i / 128, lane = i / 32 % 4, h = i % 32;
     const int head = h + (kHeads == 64 ? 32 * half : 0);
     const int query = first + lane + (kHeads == 32 ? 4 * half : 0);
-    s.weights[half][lane][h] = query < p.queries ? __ldg(p.weights + query * p.weights_stride + head) : 0.0f;
+    const float factor = Config<kHeads>::kAddedRelu >> h % 2 & 1 ? 0.5f : 1.0f;  // see relu
+    s.weights[half][lane][h] = query < p.queries ? factor * __ldg(p.weights + query * p.weights_stride + head) : 0.0f;
   }
   ptx::fence_async_proxy();
 }
@@ -183,21 +185,28 @@ __device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, c
   }
 }
 
+// max(x, 0), or 2 * max(x, 0) as x + |x| where kAdded. On Hopper an addition issues twice as fast as a maximum, but on the pipe of the
+// products. Both are exact, and so is halving the weights in turn: the sums have the same bits. A NaN becomes 0, where kAdded it stays.
+template <bool kAdded>
+__device__ __forceinline__ float relu(float x) {
+  return kAdded ? __fadd_rn(x, fabsf(x)) : fmaxf(x, 0.0f);
+}
+
 // sum * scale with -0 turned into +0 and NaN into -inf, so that comparing scores and comparing their keys is the same.
 __device__ __forceinline__ float finish_score(float sum, float scale) {
   return fmaxf(__fmaf_rn(sum, scale, 0.0f), -INFINITY);
 }
 
-// One warpgroup's ring of key tiles; its first thread fetches.
+// One warpgroup's ring of key tiles. Fetching keeps no state, so that the warps can take turns: the work of one thread delays a whole
+// warpgroup, and its warp's scheduler serves the same warp of all CTAs.
 struct Ring {
   int first;                // stage of slot 0
   int slot = 0, phase = 0;  // next tile to consume
-  int fill_slot = 0, fill_phase = 1;
 
   // Waits for the next tile and returns its stage.
   template <typename Shared>
   __device__ __forceinline__ int advance(Shared& s) {
-    const int stage = first + slot;
+    const int stage = __shfl_sync(~0u, first + slot, 0);  // tells the compiler that it is the same in all lanes
     ptx::barrier_wait(&s.full[stage], phase);
     if (++slot == kRing) {
       slot = 0;
@@ -207,17 +216,15 @@ struct Ring {
     return stage;
   }
 
+  // Starts the copy of the tile that is consumed `ahead` tiles after the next one. One thread.
   template <typename Shared>
-  __device__ __forceinline__ void fetch(Shared& s, const CUtensorMap* k_map, const CUtensorMap* scale_map, int column) {
-    const int stage = first + fill_slot;
-    ptx::barrier_wait(&s.empty[stage], fill_phase);
+  __device__ __forceinline__ void fetch(Shared& s, const CUtensorMap* k_map, const CUtensorMap* scale_map, int column, int ahead) const {
+    const bool wraps = slot + ahead >= kRing;
+    const int stage = first + slot + ahead - (wraps ? kRing : 0);
+    ptx::barrier_wait(&s.empty[stage], phase ^ (wraps ? 0 : 1));
     ptx::barrier_arrive_expect(&s.full[stage], kTile * (kDim + sizeof(float)));
     ptx::tma_load_2d(s.keys[stage], k_map, 0, column, &s.full[stage]);
     ptx::tma_load_1d(s.scales[stage], scale_map, column, &s.full[stage]);
-    if (++fill_slot == kRing) {
-      fill_slot = 0;
-      fill_phase ^= 1;
-    }
   }
 };
 
@@ -227,14 +234,12 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
   constexpr int kRows = Config<kHeads>::kRows, kGroups = Config<kHeads>::kGroups, kWarps = Config<kHeads>::kWarps;
   constexpr bool kRegisterWeights = Config<kHeads>::kRegisterWeights;
   constexpr int kLaneRows = kRows / 4;  // queries whose heads a lane holds
-  const int warp = thread / 32, lane = thread % 32;
+  const int warp = static_cast<unsigned>(thread) / 32, lane = static_cast<unsigned>(thread) % 32;
   const int group = kGroups == 1 ? 0 : warp / 4;
-  const bool fetches = thread == 128 * group;
   const int key_row = warp % 4 * 16 + lane / 4;  // and key_row + 8
-  uint64_t* lists = p.lists + static_cast<int64_t>(blockIdx.x) * kRows * p.capacity;
+  uint64_t* lists = ptx::opaque(p.lists + static_cast<int64_t>(blockIdx.x) * kRows * p.capacity);
   const uint64_t q_desc = ptx::wgmma_descriptor(s.q);
-  const unsigned row_lanes = 0x11111111u << (lane % 4), row_lanes_below = row_lanes & ((1u << lane) - 1);  // lanes of the same query
-  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };    // within lists
+  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };  // within lists
   Ring ring;
   ring.first = group * kRing;
 
@@ -246,15 +251,15 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
     const int tiles = end - begin;
     const int fill = min(tiles, p.fill_tiles);
     const int active = item.active;
-    if (fetches)
-      for (int i = group; i < min(tiles, kGroups * kRing); i += kGroups)
-        ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, i) * kTile);
+    if (thread == 128 * group)
+      for (int i = 0; group + i * kGroups < min(tiles, kGroups * kRing); ++i)
+        ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, group + i * kGroups) * kTile, i);
     if (warp == kWarps - 1) load_item<kHeads>(p, s.item[(round + 1) % 3], lane, false);
     load_queries<kHeads>(p, s, first, thread);
     __syncthreads();
 
     float gate[kLaneRows];
-    int cursor[kLaneRows];  // where this warp's next candidate of this lane's queries goes
+    unsigned cursor[kLaneRows];  // where this warp's next candidate of this lane's queries goes
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
       gate[r] = INFINITY;
@@ -288,53 +293,55 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
       };
       // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
       const auto accumulate = [&](const float (&d)[64], int half) {
+        constexpr bool kEven = Config<kHeads>::kAddedRelu & 1, kOdd = Config<kHeads>::kAddedRelu >> 1;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           const float4 w = kRegisterWeights ? make_float4(weights[half][4 * j], weights[half][4 * j + 1], weights[half][4 * j + 2],
                                                           weights[half][4 * j + 3])
                                             : *reinterpret_cast<const float4*>(&s.weights[half][lane % 4][4 * j]);
-          sums[0] = __fmaf_rn(fmaxf(d[8 * j + 0], 0.0f), w.x, sums[0]);
-          sums[1] = __fmaf_rn(fmaxf(d[8 * j + 1], 0.0f), w.y, sums[1]);
-          sums[2] = __fmaf_rn(fmaxf(d[8 * j + 2], 0.0f), w.x, sums[2]);
-          sums[3] = __fmaf_rn(fmaxf(d[8 * j + 3], 0.0f), w.y, sums[3]);
-          sums[0] = __fmaf_rn(fmaxf(d[8 * j + 4], 0.0f), w.z, sums[0]);
-          sums[1] = __fmaf_rn(fmaxf(d[8 * j + 5], 0.0f), w.w, sums[1]);
-          sums[2] = __fmaf_rn(fmaxf(d[8 * j + 6], 0.0f), w.z, sums[2]);
-          sums[3] = __fmaf_rn(fmaxf(d[8 * j + 7], 0.0f), w.w, sums[3]);
+          sums[0] = __fmaf_rn(relu<kEven>(d[8 * j + 0]), w.x, sums[0]);
+          sums[1] = __fmaf_rn(relu<kOdd>(d[8 * j + 1]), w.y, sums[1]);
+          sums[2] = __fmaf_rn(relu<kEven>(d[8 * j + 2]), w.x, sums[2]);
+          sums[3] = __fmaf_rn(relu<kOdd>(d[8 * j + 3]), w.y, sums[3]);
+          sums[0] = __fmaf_rn(relu<kEven>(d[8 * j + 4]), w.z, sums[0]);
+          sums[1] = __fmaf_rn(relu<kOdd>(d[8 * j + 5]), w.w, sums[1]);
+          sums[2] = __fmaf_rn(relu<kEven>(d[8 * j + 6]), w.z, sums[2]);
+          sums[3] = __fmaf_rn(relu<kOdd>(d[8 * j + 7]), w.w, sums[3]);
         }
       };
       // Stores, filters or dumps the two scores that are complete; r: which of the lane's queries.
       const auto deliver = [&](int r, float scale0, float scale1, bool interior) {
-        const float score0 = finish_score(__fadd_rn(sums[0], sums[1]), scale0);
-        const float score1 = finish_score(__fadd_rn(sums[2], sums[3]), scale1);
+        float score0 = finish_score(__fadd_rn(sums[0], sums[1]), scale0);
+        float score1 = finish_score(__fadd_rn(sums[2], sums[3]), scale1);
         const int row = lane % 4 + 4 * r;
         const int position0 = column + key_row, position1 = position0 + 8;
-        bool in0 = true, in1 = true;
-        if (kDense || !interior) {
+        if (kDense || !interior) {  // out of range: NaN, which a score never is and which passes no gate
           const int ks = item.ks[row], ke = item.ke[row];
-          in0 = position0 >= ks && position0 < ke;
-          in1 = position1 >= ks && position1 < ke;
+          if (position0 < ks || position0 >= ke) score0 = NAN;
+          if (position1 < ks || position1 >= ke) score1 = NAN;
         }
         if constexpr (kDense) {
           if (active >> row & 1) {
             float* out = p.dense + static_cast<int64_t>(first + row) * p.keys;
-            if (in0) out[position0] = score0;
-            if (in1) out[position1] = score1;
+            if (!isnan(score0)) out[position0] = score0;
+            if (!isnan(score1)) out[position1] = score1;
           }
         } else if (filling) {
           uint64_t* list = lists + row * p.capacity + tile * kTile + key_row;
           if (active >> row & 1) {
-            __stcg(list, in0 ? select::make_key(score0, position0) : 0);
-            __stcg(list + 8, in1 ? select::make_key(score1, position1) : 0);
+            __stcg(list, isnan(score0) ? 0 : select::make_key(score0, position0));
+            __stcg(list + 8, isnan(score1) ? 0 : select::make_key(score1, position1));
           }
         } else {
-          const bool pass0 = in0 && score0 >= gate[r], pass1 = in1 && score1 >= gate[r];
+          const bool pass0 = score0 >= gate[r], pass1 = score1 >= gate[r];
           const unsigned vote0 = __ballot_sync(~0u, pass0), vote1 = __ballot_sync(~0u, pass1);
           if (vote0 | vote1) {
-            const int at1 = cursor[r] + __popc(vote0 & row_lanes);
-            if (pass0) __stcg(lists + (cursor[r] + __popc(vote0 & row_lanes_below)), select::make_key(score0, position0));
-            if (pass1) __stcg(lists + (at1 + __popc(vote1 & row_lanes_below)), select::make_key(score1, position1));
-            cursor[r] = at1 + __popc(vote1 & row_lanes);
+            // Four bits per lane of this query, of which two are used: its scores pass. Half the counting of two masks.
+            const unsigned passed = (vote0 >> lane % 4 & 0x11111111u) | (vote1 >> lane % 4 & 0x11111111u) << 1;
+            uint64_t* at = ptx::element(lists, cursor[r] + __popc(passed & ((1u << lane / 4 * 4) - 1)));
+            ptx::store_if(pass0, at, select::make_key(score0, position0));
+            ptx::store_if(pass1, at + pass0, select::make_key(score1, position1));
+            cursor[r] += __popc(passed);
           }
         }
       };
@@ -360,10 +367,10 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         deliver(kLaneRows - 1, scale0, scale1, interior);
         // One tile late, so that nobody waits for the other warps to leave the stage.
         const int later = tile + kGroups * (kRing - 1);
-        if (fetches && tile >= kGroups && later < tiles)
-          ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile);
-        __syncwarp();
+        if (lane == 0 && (warp + tile / kGroups) % 4 == 0 && tile >= kGroups && later < tiles)
+          ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile, 1);
       }
+      __syncwarp();
       i = stop;
       const bool finished = i == tiles;
       if constexpr (kDense) {
@@ -372,7 +379,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         int most = 0;
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
-          const int count = cursor[r] - segment(r);
+          const int count = static_cast<int>(cursor[r]) - segment(r);
           if (lane < 4) s.count[lane + 4 * r][warp] = count;
           most = max(most, count);
         }

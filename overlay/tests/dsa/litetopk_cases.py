@@ -18,6 +18,7 @@ DISTRIBUTIONS = (
     "negative",
     "coarse",
     "nan",
+    "nan_inputs",
 )
 
 
@@ -63,6 +64,9 @@ def make(
         scale[torch.randint(0, keys, (max(1, keys // 50),), device="cuda", generator=g)] = torch.inf
         weights[::3] *= -1
         weights[1::5, 0] = torch.nan
+    elif distribution == "nan_inputs":
+        k[torch.randint(0, keys, (max(1, keys // 50),), device="cuda", generator=g)] = torch.nan
+        q[1::7, 5] = torch.nan
     rng = random.Random(seed)
     cuts = [0, *sorted(rng.randint(0, keys) for _ in range(requests - 1)), keys]
     rows = [0, *sorted(rng.randint(0, queries) for _ in range(requests - 1)), queries]
