@@ -39,7 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import e2e_prefill
 import litetopk_compare
-import litetopk_rows
+import results_file
 
 SWITCH = "VLLM_LITETOPK"
 SHORT = 5000  # tokens of the longest short prompt among `e2e_prefill.answers`
@@ -258,7 +258,7 @@ def main() -> int:
         for row in found:
             print(json.dumps(row), flush=True)
         if args.out:
-            litetopk_rows.store(args.out, args.line, found)
+            results_file.add(args.out, "litetopk", args.line, found, replace=True)
         # Different prompts with the same best log-probabilities mean a model whose layers do nothing.
         if len({json.dumps(answer["logprobs"]) for answer in result["off"]["answers"]}) < 2:
             print("error: the answers do not depend on the prompt", file=sys.stderr)

@@ -36,9 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results_file
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT / "bench"), str(ROOT / "overlay" / "tests")]
-from litetopk_rows import store  # noqa: E402
-
+sys.path.insert(0, str(ROOT / "overlay" / "tests"))
 BUDGET = 512 << 20
 K = 2048
 
@@ -263,7 +261,7 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
     return result
 
 
-def about(line: str) -> dict[str, Any]:
+def about(line: str, commit: str) -> dict[str, Any]:
     """Where and with what a row was measured."""
     driver = subprocess.run(
         ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
@@ -271,10 +269,12 @@ def about(line: str) -> dict[str, Any]:
         text=True,
         check=True,
     ).stdout.split()[0]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    if not commit:
+        head = ["git", "rev-parse", "--short", "HEAD"]
+        commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
     return {
         "line": line,
-        "commit": commit.stdout.strip() or "unknown",
+        "commit": commit,
         "driver": driver,
         "torch": torch.__version__,
         "date": datetime.date.today().isoformat(),
@@ -349,11 +349,12 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=500.0, help="start no shape after so many seconds")
     parser.add_argument("--upstream", type=Path)
     parser.add_argument("--top-k-library", type=Path)
+    parser.add_argument("--commit", default="", help="instead of what git says")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.monotonic()
     out = args.out or ROOT / f"bench/results/litetopk/{args.line}-h200.json"
-    args.about = about(args.line)
+    args.about = about(args.line, args.commit)
     up = Upstream(args.upstream, args.top_k_library)
     rows: list[dict[str, Any]] = []
     shapes = [shape for name in args.set for shape in shapes_of(name, args.shapes)]

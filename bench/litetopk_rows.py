@@ -14,9 +14,13 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+import results_file
 
 ROOT = Path(__file__).resolve().parents[1]
 STORED = ROOT / "bench/results/litetopk/0.33.0-h200.json"
@@ -27,25 +31,6 @@ TABLE = re.compile(r"^TABLE = \(.*\)$", re.MULTILINE)
 PAGE_TABLE = re.compile(
     r"(?<=\| queries that a rank scores \| from so many keys of the request on \|\n\|---\|---\|\n)(\|.*\n)+"
 )
-
-
-def store(path: Path, line: str, rows: list[dict[str, Any]]) -> None:
-    """Add rows to a file of results; a row with the same case and metric is replaced."""
-    data: dict[str, Any] = {
-        "schema": 1,
-        "kind": "ratio",
-        "feature": "litetopk",
-        "line": line,
-        "card": "h200",
-        "rows": [],
-    }
-    if path.exists():
-        data = json.loads(path.read_text(encoding="utf-8"))
-    new = {(row["case"], row["metric"]) for row in rows}
-    kept = [row for row in data["rows"] if (row["case"], row["metric"]) not in new]
-    data["rows"] = kept + [{k: v for k, v in row.items() if k != "line"} for row in rows]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
 
 
 def single(rows: list[dict[str, Any]]) -> list[tuple[int, int, int, float]]:
@@ -125,7 +110,7 @@ def main() -> None:
     args = parser.parse_args()
     for file in args.files:
         data = json.loads(file.read_text(encoding="utf-8"))
-        store(STORED, data["line"], data["rows"])
+        results_file.add(STORED, "litetopk", data["line"], data["rows"], replace=True)
         print(f"{len(data['rows'])} rows of {file.name} stored")
     if not args.table:
         return

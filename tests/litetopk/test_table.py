@@ -100,16 +100,3 @@ def test_only_times_of_one_request_against_the_default_path_count() -> None:
     ]
     rows.append({"case": "e2e heads=16 index=64 S=131072 dist=seeded", "metric": "prefill", "ratio": 3.0})
     assert litetopk_rows.single(rows) == [(64, 8, 4096, 2.0)]
-
-
-def test_newer_rows_replace_older_ones(tmp_path: Path) -> None:
-    file = tmp_path / "rows.json"
-    litetopk_rows.store(file, "0.33.0", [{"case": "a", "metric": "time", "ratio": 1.0, "line": "0.33.0"}])
-    litetopk_rows.store(file, "0.33.0", [{"case": "b", "metric": "time", "ratio": 1.0}])
-    litetopk_rows.store(file, "0.33.0", [{"case": "a", "metric": "time", "ratio": 2.0}])
-    data = json.loads(file.read_text())
-    assert data["line"] == "0.33.0" and data["kind"] == "ratio"
-    assert data["rows"] == [
-        {"case": "b", "metric": "time", "ratio": 1.0},
-        {"case": "a", "metric": "time", "ratio": 2.0},
-    ]
