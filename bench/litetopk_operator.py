@@ -151,14 +151,16 @@ def timed(call: Callable[[], Any]) -> float:
     return float(start.elapsed_time(stop))
 
 
-def medians(calls: dict[str, Callable[[], Any]], most: int, budget_s: float) -> tuple[dict[str, float], int]:
-    """Time the calls in turn, ``most`` times or until ``budget_s`` is spent, after one warm-up of each."""
+def medians(
+    calls: dict[str, Callable[[], Any]], least: int, most: int, budget_s: float
+) -> tuple[dict[str, float], int]:
+    """Time the calls in turn ``most`` times, or ``least`` once ``budget_s`` is spent, after a warm-up."""
     for call in calls.values():
         call()
     torch.cuda.synchronize()
     times: dict[str, list[float]] = {name: [] for name in calls}
     begun, runs = time.monotonic(), 0
-    while runs < most and (runs == 0 or time.monotonic() - begun < budget_s):
+    while runs < most and (runs < least or time.monotonic() - begun < budget_s):
         for name, call in calls.items():
             times[name].append(timed(call))
         runs += 1
@@ -215,7 +217,7 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
     }
     if len(slices) > 1 and queries * longest * 4 <= args.matrix_gib << 30:
         calls["matrix"] = lambda: up.run(case, theirs, longest, [(0, queries, 0, keys)])
-    found, runs = medians(calls, args.runs, args.seconds)
+    found, runs = medians(calls, args.least, args.runs, args.seconds)
     if len(slices) == 1:
         found["matrix"] = found["512MiB"]  # the default budget already takes one slice
     below = deficit(up, case, out, longest)
@@ -345,7 +347,8 @@ def main() -> None:
     parser.add_argument("--resume", action="store_true", help="leave out shapes that FILE already has")
     parser.add_argument("--matrix-gib", type=int, default=40, help="largest one big matrix that is timed")
     parser.add_argument("--runs", type=int, default=9)
-    parser.add_argument("--seconds", type=float, default=3.0, help="per shape; at least one run is made")
+    parser.add_argument("--least", type=int, default=1, help="runs that are made however long they take")
+    parser.add_argument("--seconds", type=float, default=3.0, help="per shape, for further runs")
     parser.add_argument("--limit", type=float, default=500.0, help="start no shape after so many seconds")
     parser.add_argument("--upstream", type=Path)
     parser.add_argument("--top-k-library", type=Path)
