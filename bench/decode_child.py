@@ -88,6 +88,38 @@ def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str
     finish(result, args.child)
 
 
+def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> str:
+    """Let ``auto`` of this process know the rows made of ``found``.
+
+    Returns:
+        The order in which it records ``full``: the best in the median of all points, "" for the default.
+    """
+    import statistics
+    from collections import defaultdict
+
+    import e2e_decode
+    import overlap_table
+    from vllm.dsa.overlap import auto, measured
+
+    rows = [row for row in e2e_decode.time_rows(args, found) if row["metric"] == "graph"]
+    gains: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        gains[overlap_table.CASE.fullmatch(row["case"])["mode"]].append(row["ratio"])
+    names = [mode for mode in gains if mode.startswith("full")]
+    best = max(names, key=lambda mode: statistics.median(gains[mode]), default="full")
+    named = [row for row in rows if "mode=full" not in row["case"]]
+    named += [
+        row | {"case": row["case"].replace(f"mode={best} ", "mode=full ")}
+        for row in rows
+        if f"mode={best} " in row["case"]
+    ]
+    card = auto.card_slug(found["off"][0]["card"])
+    made = overlap_table.entries(overlap_table.collect([(args.line, card, named)]))
+    measured.MEASURED = tuple(auto.Entry(*key, tuple(points)) for key, points in made)
+    print(f"auto: order {best}, {measured.MEASURED}", flush=True)
+    return "" if best == "full" else best
+
+
 def profiled(args: argparse.Namespace, batch: int) -> bool:
     return bool(args.profile) and batch in (args.profile_batch or args.batch + args.long_batch)
 
@@ -117,12 +149,17 @@ def time_in_turn(
     args: argparse.Namespace, plan: Plan, files: Files, engine: Any, modes: Any, about_engine: dict[str, Any]
 ) -> None:
     """Every point is timed in all modes and rounds before the next one; the files are written after each."""
-    turns = [(mode, number) for number in range(args.rounds) for mode in args.modes[:: 1 - 2 * (number % 2)]]
+    fixed = [mode for mode in args.modes if mode != "auto"]
+    turns = [(mode, number) for number in range(args.rounds) for mode in fixed[:: 1 - 2 * (number % 2)]]
     results: dict[tuple[str, int], dict[str, Any]] = {}
-    for mode, number in turns:
-        captured = modes.capture(f"{mode} {number}", mode)
+
+    def capture(mode: str, number: int, **more: Any) -> None:
+        captured = modes.capture(f"{mode} {number}", mode, **more)
         own = {"points": {}, "graph_MiB": [captured["graph_MiB"]], "forks_of_capture": captured["forks"]}
-        results[mode, number] = about_engine | own
+        results[mode, number] = about_engine | own | more
+
+    for mode, number in turns:
+        capture(mode, number)
 
     def write() -> None:
         for (mode, number), result in results.items():
@@ -135,6 +172,18 @@ def time_in_turn(
             results[mode, number]["points"][point] = engine.time(batch, context, args.steps)
         write()
         print(f"time {point} done", flush=True)
+    if "auto" in args.modes:
+        # It knows what was just measured, and then takes the place of every mode once more.
+        order = teach(args, {mode: [results[mode, n] for n in range(args.rounds)] for mode in fixed})
+        for number in range(args.rounds):
+            capture("auto", number, order=order)
+        for batch, context in plan.points:
+            for number in range(args.rounds):
+                modes.use(f"auto {number}")
+                found = engine.time(batch, context, args.steps)
+                results["auto", number]["points"][f"B={batch} ctx={context}"] = found
+            write()
+        print(f"time auto done: {results['auto', 0]['forks_of_capture']}", flush=True)
     # Only now, because a profiler that was once started slows the launches that follow.
     for batch, context in plan.points:
         if not profiled(args, batch):

@@ -190,11 +190,12 @@ class Engine:
         if ordered:
             sort_ids()
         self._watch_capture()
+        sizes = {batch * tokens for batch in settings["batches"] for tokens in (1, self.per_step)}
         options = {
             "max_num_seqs": max(settings["batches"]),
             "compilation_config": {
                 "cudagraph_mode": settings["graph"],
-                "cudagraph_capture_sizes": sorted(settings["batches"]),
+                "cudagraph_capture_sizes": sorted(sizes),
             },
         }
         if filled:

@@ -9,15 +9,25 @@ caches and addresses. Not for line 0.28.0, where torch.compile fixes the mode.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 #: Where a branch of a fork can be held up, and the clock cycles of it: some 1 ms, far more than a layer.
 LATE = ("main-before", "main-after", "side-begin", "side-end")
 DELAY = 2_000_000
 
+#: Orders of ``full`` to compare with the one that users get: arguments of vllm.dsa.overlap.schedule.Order.
+ORDERS: dict[str, dict[str, Any]] = {
+    "full.query": {"wk": "never"},
+    "full.first": {"wk": "never", "first": True},
+    "full.late": {"wk": "never", "query_on_main": True},
+    "full.high": {"wk": "never", "query_on_main": True, "priority": -1},
+    "full.wk": {"wk": "first", "query_on_main": True},
+}
 
-def late_lane(where: str) -> Any:
-    """A lane on vLLM's auxiliary stream of which one branch is late, so that a missing wait shows."""
+
+def late_lane(where: str, priority: int = 0) -> Any:
+    """A lane of which one branch is late, so that a missing wait shows."""
     import torch
     from vllm.dsa.overlap.schedule import _side_stream
     from vllm.dsa.overlap.streams import Lane
@@ -30,7 +40,7 @@ def late_lane(where: str) -> Any:
             if where == "main-after":
                 torch.cuda._sleep(DELAY)
 
-        def run(self, body: Any, *args: Any, **kwargs: Any) -> Any:
+        def side(self, body: Any, *args: Any, **kwargs: Any) -> Any:
             def delayed(*args: Any, **kwargs: Any) -> Any:
                 if where == "side-begin":
                     torch.cuda._sleep(DELAY)
@@ -39,9 +49,9 @@ def late_lane(where: str) -> Any:
                     torch.cuda._sleep(DELAY)
                 return result
 
-            return super().run(delayed, *args, **kwargs)
+            return super().side(delayed, *args, **kwargs)
 
-    return Late(_side_stream())
+    return Late(_side_stream(priority))
 
 
 class Modes:
@@ -52,16 +62,25 @@ class Modes:
     """
 
     def __init__(self, runner: Any) -> None:
-        if getattr(runner, "speculator", None) is not None:
-            raise RuntimeError("modes cannot take turns in an engine that speculates")
         self.runner = runner
-        self.layers = [layer for layer in runner.model.modules() if hasattr(layer, "_indexer_overlap")]
+        speculator = getattr(runner, "speculator", None)
+        models = [runner.model] + ([] if speculator is None else [speculator.model])
+        self.layers = [layer for model in models for layer in overlapped(model)]
+        names = ("prefill_cudagraph_manager", "decode_cudagraph_manager")
+        drafts = [getattr(speculator, name, None) for name in names]
+        self.managers = [manager for manager in (runner.cudagraph_manager, *drafts) if manager is not None]
         if not self.layers:
             raise RuntimeError("no layer of this model calls vllm.dsa.overlap.schedule")
-        self._sets: dict[str, tuple[list[Any], dict[Any, Any], dict[Any, Any]]] = {}
+        self._sets: dict[str, tuple[list[Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
 
-    def capture(self, name: str, mode: str, late: str = "") -> dict[str, Any]:
+    def capture(self, name: str, mode: str, late: str = "", order: str = "") -> dict[str, Any]:
         """Build the overlap of all layers for ``mode``, capture all graphs again, and use them.
+
+        Args:
+            name: of this set.
+            mode: one of ``VLLM_INDEXER_OVERLAP``, or a key of `ORDERS`.
+            late: which branch is held up, see `LATE`.
+            order: a key of `ORDERS` for ``auto``.
 
         Returns:
             ``graph_MiB`` (memory taken by the capture) and ``forks`` (what the capture decided, by reason).
@@ -70,23 +89,25 @@ class Modes:
         import vllm.envs as envs
         from vllm.config import set_current_vllm_config
         from vllm.dsa import counters
-        from vllm.dsa.overlap.schedule import make_overlap
+        from vllm.dsa.overlap.schedule import Order, make_overlap
 
-        manager, breakable = self.runner.cudagraph_manager, self.runner.cudagraph_manager.breakable_cg_runner
-        os.environ["VLLM_INDEXER_OVERLAP"] = mode
+        os.environ["VLLM_INDEXER_OVERLAP"] = mode.partition(".")[0]
+        made = Order(**ORDERS.get(order or mode, {}))
         cached = envs._is_envs_cache_enabled()
         envs.disable_envs_cache()
-        overlaps = [make_overlap(layer, self.runner.vllm_config) for layer in self.layers]
+        overlaps = [make_overlap(layer, self.runner.vllm_config, made) for layer in self.layers]
         if cached:
             envs.enable_envs_cache()
         if late:
             for overlap in overlaps:
-                overlap._lane = late_lane(late)
-        self._sets[name] = (overlaps, {}, {})
+                overlap._lane = late_lane(late, made.priority)
+        self._sets[name] = (overlaps, [({}, {}) for _ in self.managers])
         self.use(name)
-        manager.pool = torch.cuda.graph_pool_handle()
-        if breakable is not None:
-            breakable.graph_pool = manager.pool
+        pool = torch.cuda.graph_pool_handle()
+        for manager in self.managers:
+            manager.pool = pool
+            if manager.breakable_cg_runner is not None:
+                manager.breakable_cg_runner.graph_pool = pool
         counters.reset()
         with set_current_vllm_config(self.runner.vllm_config):
             size = self.runner.capture_model()
@@ -95,10 +116,15 @@ class Modes:
 
     def use(self, name: str) -> None:
         """Let a captured set run from the next step on, its mode in eager passes too."""
-        overlaps, graphs, entries = self._sets[name]
+        overlaps, kept = self._sets[name]
         for layer, overlap in zip(self.layers, overlaps, strict=True):
             layer._indexer_overlap = overlap
-        manager = self.runner.cudagraph_manager
-        manager.graphs = graphs
-        if manager.breakable_cg_runner is not None:
-            manager.breakable_cg_runner.entries = entries
+        for manager, (graphs, entries) in zip(self.managers, kept, strict=True):
+            manager.graphs = graphs
+            if manager.breakable_cg_runner is not None:
+                manager.breakable_cg_runner.entries = entries
+
+
+def overlapped(model: Any) -> Iterator[Any]:
+    """The layers of a model that call vllm.dsa.overlap.schedule."""
+    return (layer for layer in model.modules() if hasattr(layer, "_indexer_overlap"))

@@ -29,7 +29,7 @@ LEAST_NOISE = 0.005
 #: A token count measured at fewer contexts decides nothing.
 LEAST_CONTEXTS = 3
 CASE = re.compile(
-    r"mode=(?P<mode>\w+) phase=decode heads=(?P<heads>\d+) index=(?P<index>\d+) graph=(?P<graph>\w+)"
+    r"mode=(?P<mode>[\w.]+) phase=decode heads=(?P<heads>\d+) index=(?P<index>\d+) graph=(?P<graph>\w+)"
     r" B=(?P<batch>\d+) ctx=(?P<context>\d+)"
 )
 
@@ -63,16 +63,21 @@ class Point:
 
 def read(folder: Path) -> dict[Key, dict[int, Point]]:
     """Return the points of every configuration. The newest row of a case counts (files are appended to)."""
+    files = [json.loads(file.read_text()) for file in sorted(folder.glob("*.json"))]
+    return collect([(data["line"], data["card"], data["rows"]) for data in files])
+
+
+def collect(measured: list[tuple[str, str, list[dict[str, Any]]]]) -> dict[Key, dict[int, Point]]:
+    """The same of rows, with their line and card."""
     found: dict[Key, dict[int, Point]] = defaultdict(lambda: defaultdict(Point))
-    for file in sorted(folder.glob("*.json")):
-        data = json.loads(file.read_text())
-        for row in data["rows"]:
+    for line, card, rows in measured:
+        for row in rows:
             match = CASE.fullmatch(row["case"])
             if match is None or row["metric"] != "graph" or row["ratio"] is None:
                 continue
             # The decode graphs of all modes of vLLM that have full ones are the same: what `auto` asks for.
             graph = "FULL" if match["graph"].startswith("FULL") else match["graph"]
-            key = (data["line"], data["card"], int(match["heads"]), int(match["index"]), graph)
+            key = (line, card, int(match["heads"]), int(match["index"]), graph)
             point = found[key][int(match["batch"])]
             point.ratios[match["mode"]][int(match["context"])] = row["ratio"]
     return found
@@ -125,7 +130,7 @@ def reasons(found: dict[Key, dict[int, Point]]) -> str:
         for batch, point in sorted(points.items()):
             shown: dict[str, Any] = {
                 mode: [round(ratio, 3) for _, ratio in sorted(point.ratios[mode].items())]
-                for mode in ("wk", "full")
+                for mode in sorted(set(point.ratios) - {"off"})
             }
             lines.append(f"  B={batch}: {point.choice()}  noise {point.noise():.3f}  {shown}")
     return "\n".join(lines) or "nothing is measured"

@@ -174,8 +174,8 @@ class Turns:
         self.log: list[str] = []
         self.mode = ""
 
-    def capture(self, name: str, mode: str, late: str = "") -> dict[str, Any]:
-        self.log.append(f"capture {name} {mode} {late}".rstrip())
+    def capture(self, name: str, mode: str, late: str = "", order: str = "") -> dict[str, Any]:
+        self.log.append(f"capture {name} {mode} {late or order}".rstrip())
         self.use(name)
         return {"graph_MiB": 7.0, "forks": []}
 
@@ -184,7 +184,9 @@ class Turns:
 
     def time(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         self.log.append(f"time {self.mode} {batch} {context}")
-        return {"graph_us": [90.0 if "full" in self.mode else 100.0], "step_us": 500.0, "steps": steps}
+        took = 90.0 if "full" in self.mode else 100.0
+        took -= 20.0 if "late" in self.mode else 0.0
+        return {"graph_us": [took], "step_us": 500.0, "steps": steps}
 
     def profile(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         self.log.append(f"profile {self.mode} {batch} {context}")
@@ -212,7 +214,7 @@ def in_turn(decode: ModuleType, monkeypatch: pytest.MonkeyPatch, command: list[s
         lambda name, number: decode.raw_file(args, name, number),
         turns,
         turns,
-        {"torch": "2.14.0"},
+        {"torch": "2.14.0", "card": "NVIDIA H200"},
     )
     return args, turns
 
@@ -235,6 +237,63 @@ def test_modes_take_turns_in_one_engine(
     assert found["mode=full", "B=4", "overlap fraction"] == 0.5
     assert ("mode=full", "B=1", "overlap fraction") not in found
     assert decode.about(args, {})["in_process"] is True
+
+
+def test_auto_takes_its_turn_when_the_rest_is_measured(
+    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It knows what the same engine measured, and records full in the order that was best."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(BENCH.parent / "overlay"))
+    auto, measured = (importlib.import_module(f"vllm.dsa.overlap.{name}") for name in ("auto", "measured"))
+    monkeypatch.setattr(measured, "MEASURED", ())
+    command = ["time", "--in-process", "--batch", "1,4", "--context", "4096,8192,32768", "--long-batch", ""]
+    command += ["--modes", "off,full,full.late,auto", "--profile", "0", "--raw", str(tmp_path)]
+    args, turns = in_turn(decode, monkeypatch, command)
+    begin = turns.log.index("capture auto 0 auto full.late")
+    assert turns.log[begin + 1] == "capture auto 1 auto full.late"
+    assert len(turns.log) == begin + 2 + 2 * 6 and not any("auto" in line for line in turns.log[:begin])
+    known = auto.Entry("0.33.0", "h200", 16, 64, "FULL", ((1, "full"), (4, "full")))
+    assert (known,) == measured.MEASURED
+    rows = decode.time_rows(args, decode.starts(args))
+    assert {row["case"].split()[0] for row in rows} == {f"mode={mode}" for mode in args.modes}
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+
+
+def test_an_order_is_a_mode_of_its_own_and_nothing_auto_would_choose(
+    decode: ModuleType, tmp_path: Path
+) -> None:
+    table = importlib.import_module("overlap_table")
+    args = arguments(decode, tmp_path, "--modes", "off,full.late")
+    timings = {f"B=4 ctx={context}": timed(100) for context in (4096, 8192, 32768)}
+    faster = {point: timed(60) for point in timings}
+    args.context = [4096, 8192, 32768]
+    rows = decode.time_rows(args, {"off": [start(timings)], "full.late": [start(faster)]})
+    found = table.collect([("0.33.0", "h200", rows)])
+    (points,) = found.values()
+    assert points[4].choice() == "off" and "full.late" in table.reasons(found)
+
+
+def test_where_off_differs_from_itself_a_mode_has_to_agree_with_one_of_its_passes(
+    decode: ModuleType, tmp_path: Path
+) -> None:
+    args = arguments(decode, tmp_path)
+    args.what, args.in_process = "check", True
+    found = {
+        "off": [start({"p": checked("a", "b", "c", "d")})],
+        "off+again": [start({"p": checked("a", "b", "c", "x")})],
+        "wk": [start({"p": checked("a", "b", "c", "x")})],
+        "full": [start({"p": checked("y", "b", "c", "x")})],
+    }
+    rows = [row for row in decode.check_rows(args, found) if row["metric"] == "equal logits"]
+    seen = {row["case"].split()[0]: (row["ours"], row.get("off_passes")) for row in rows}
+    assert seen == {
+        "mode=wk": (1.0, [0.75, 1.0]),
+        "mode=full": (0.75, [0.5, 0.75]),
+        "mode=off": (0.75, None),
+    }
 
 
 def test_a_check_in_one_engine_holds_branches_up(

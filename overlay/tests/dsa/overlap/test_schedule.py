@@ -26,11 +26,29 @@ REST = ["attention", "o_proj"]
 WK = [*F1, "fused_norm_rope", "q_b_proj", "wq_b", "fused_q both", "top-k", *REST]
 F2 = [FORK, "q_b_proj", "fused_q mqa", ("aux", "wq_b"), ("aux", "fused_q index"), ("aux", "top-k"), JOIN]
 FULL = [*F1, "fused_norm_rope", *F2, *REST]
+WK_FIRST = [FORK, ("aux", "wk_weights_proj"), "fused_qkv_a_proj", JOIN]
+WK_INLINE = ["fused_qkv_a_proj", "wk_weights_proj"]
+#: F2 with its side branch recorded first; after wq_b on the main stream; both.
+FIRST = [FORK, *F2[3:-1], "q_b_proj", "fused_q mqa", JOIN]
+LATE = ["wq_b", FORK, "q_b_proj", "fused_q mqa", ("aux", "fused_q index"), ("aux", "top-k"), JOIN]
+LATE_FIRST = ["wq_b", FORK, ("aux", "fused_q index"), ("aux", "top-k"), "q_b_proj", "fused_q mqa", JOIN]
+ORDERS = [
+    (schedule.Order(wk="never"), [*WK_INLINE, "fused_norm_rope", *F2]),
+    (schedule.Order(wk="never", first=True), [*WK_INLINE, "fused_norm_rope", *FIRST]),
+    (schedule.Order(wk="never", query_on_main=True), [*WK_INLINE, "fused_norm_rope", *LATE]),
+    (schedule.Order(wk="first", query_on_main=True), [*WK_FIRST, "fused_norm_rope", *LATE]),
+    (schedule.Order(query_on_main=True, first=True), [*F1, "fused_norm_rope", *LATE_FIRST]),
+]
 
 
 def build(monkeypatch: pytest.MonkeyPatch, mode: str, **options) -> Model:
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", mode)
     return Model(monkeypatch, **options)
+
+
+def reorder(model: Model, order: schedule.Order) -> None:
+    for layer in model.layers:
+        layer._indexer_overlap = schedule.make_overlap(layer, model.config, order)
 
 
 def lanes(model: Model) -> list[streams.Lane]:
@@ -96,6 +114,42 @@ def test_every_mode_gives_the_same_bits(monkeypatch, small_group):
     for mode in ("wk", "full"):
         assert torch.equal(results["off"], results[mode])
         assert torch.equal(results["off ids"], results[f"{mode} ids"])
+
+
+@pytest.mark.parametrize(("order", "layer"), ORDERS)
+def test_every_order_is_right_and_gives_the_bits_of_off(monkeypatch, order, layer):
+    wanted = build(monkeypatch, "off").run(tokens=7)
+    model = build(monkeypatch, "full")
+    reorder(model, order)
+    found = model.run(tokens=7)
+    assert trace(model) == [*layer, *REST, *SHARED, *layer, *REST] * 2
+    assert problems(model) == []
+    assert torch.equal(wanted, found)
+
+
+@pytest.mark.parametrize("order", [order for order, _ in ORDERS])
+def test_wk_alone_has_one_order(monkeypatch, order):
+    model = build(monkeypatch, "wk", layers=(True,))
+    reorder(model, order)
+    model.run(passes=1)
+    assert trace(model) == WK and problems(model) == []
+
+
+@pytest.mark.parametrize("where", ["fused_qkv_a_proj", "q_b_proj"])
+def test_a_main_branch_that_raises_after_the_side_was_recorded_is_made_up_for(monkeypatch, where):
+    order = schedule.Order(wk="first", first=True)
+    model = build(monkeypatch, "full", layers=(True,))
+    reorder(model, order)
+    projection = getattr(model.layers[0], where)
+    projection.error = RuntimeError("out of memory")
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model.run(passes=1)
+    projection.error = None
+    model.run(passes=1)
+    assert model.machine.unjoined() == [] and model.machine.violations == []
+    model.machine.log.clear()
+    model.run(passes=1)
+    assert trace(model) == [*WK_FIRST, "fused_norm_rope", *FIRST, *REST] and problems(model) == []
 
 
 def test_dcp_has_its_collectives_outside_or_on_the_side(monkeypatch):
@@ -362,8 +416,8 @@ def input_freed_before_the_join(monkeypatch):
 def collective_beside_the_side_branch(monkeypatch):
     fork = schedule.LayerOverlap.fork_indexer
 
-    def with_collective(self):
-        forked = fork(self)
+    def with_collective(self, *args):
+        forked = fork(self, *args)
         self.layer.fused_qkv_a_proj.machine.note("collective: of the main branch")
         return forked
 
@@ -396,6 +450,21 @@ def test_every_mutation_is_found(monkeypatch, mutation):
     model.run(passes=2)
     found = problems(model)
     assert any(re.search(MUTATIONS[mutation], problem) for problem in found), found
+
+
+def test_a_query_that_is_freed_before_the_join_is_found(monkeypatch):
+    fork = schedule.LayerOverlap.fork_indexer
+
+    def forgetful(self, *args):
+        forked = fork(self, *args)
+        self._held = ()
+        return forked
+
+    monkeypatch.setattr(schedule.LayerOverlap, "fork_indexer", forgetful)
+    model = build(monkeypatch, "full")
+    reorder(model, schedule.Order(wk="never", query_on_main=True, first=True))
+    model.run(passes=2)
+    assert any("memory of main may be used again while aux reads it" in found for found in problems(model))
 
 
 def test_recording_the_side_first_is_seen(monkeypatch):

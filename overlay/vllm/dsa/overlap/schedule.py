@@ -14,6 +14,8 @@ and the first half of ``_sparse_indexer_and_attn`` scores and selects. At most t
 
 from __future__ import annotations
 
+import functools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,12 +28,32 @@ from vllm.forward_context import get_forward_context
 NAME = "overlap"
 
 
-def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
+@dataclass(frozen=True)
+class Order:
+    """In which order ``full`` records its branches. Users get the default, bench/decode_modes.py compares.
+
+    Attributes:
+        wk: when F1's side branch is recorded: ``last`` (before its join), ``first`` (before the main branch),
+            or ``never``: no F1, the projection runs on the main stream. Mode ``wk`` always records it last.
+        first: whether F2's side branch is recorded before its main branch.
+        query_on_main: whether ``wq_b`` runs on the main stream before F2 forks, so that no two GEMMs of F2
+            run at the same time.
+        priority: of the side stream; a negative one goes before the main stream.
+    """
+
+    wk: str = "last"
+    first: bool = False
+    query_on_main: bool = False
+    priority: int = 0
+
+
+def make_overlap(layer: Any, config: Any, order: Order = Order()) -> LayerOverlap | None:
     """Return the overlap of a layer, or None where the layer never forks: it then runs upstream's code as is.
 
     Args:
         layer: a ``DeepseekV32Attention`` at the end of its constructor.
         config: the engine's VllmConfig.
+        order: of what ``full`` records.
     """
     mode = requested().mode
     if mode is Mode.OFF or layer.indexer is None:
@@ -45,18 +67,22 @@ def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
     if reason is not None:
         features.report_declined(NAME, reason)
         return None
-    return LayerOverlap(layer, config, mode)
+    return LayerOverlap(layer, config, mode, order)
 
 
 class LayerOverlap:
     """The forks of one layer. `begin` decides once per pass of the layer; both forks follow that decision."""
 
-    def __init__(self, layer: Any, config: Any, mode: Mode) -> None:
+    def __init__(self, layer: Any, config: Any, mode: Mode, order: Order) -> None:
         self.layer = layer
         self.config = config
         self.mode = mode
+        self.order = order
         self._lane: Lane | None = None
         self._full = False  # whether this pass forks F2 too
+        self._wk = "last"  # when this pass records F1's side branch
+        self._projected: tuple[torch.Tensor, Any] | None = None  # its result, where that was first
+        self._held: tuple[Any, ...] = ()  # what F2's side branch reads, until the join
         self._full_reason: str | None = None  # why this layer never forks F2
         self._looked = False  # whether _full_reason was looked for: weights are loaded after the constructor
         self._entries: dict[str, auto.Entry | None] = {}
@@ -79,35 +105,42 @@ class LayerOverlap:
             counters.count(NAME, "serial", "auto")
             return None
         if self._lane is None:
-            self._lane = Lane(_side_stream())
+            self._lane = Lane(_side_stream(self.order.priority))
             features.report_active(NAME, mode.value)
         counters.count(NAME, "forked", mode.value)
         self._full = mode is Mode.FULL
-        self._lane.fork()
+        self._wk = self.order.wk if self._full else "last"
+        if self._lane.pending:  # a main branch raised after its side branch was recorded first
+            self._lane.join()
+        self._held, self._projected = (), None
+        if self._wk != "never":
+            self._lane.fork()
+        if self._wk == "first":
+            self._projected = self._lane.side(self.layer.indexer.wk_weights_proj, hidden_states)
         return self
 
     def wk_weights_proj(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
         """Side branch of F1, and its join. Same arguments and result as the indexer's projection."""
         assert self._lane is not None
-        result: tuple[torch.Tensor, Any] = self._lane.run(self.layer.indexer.wk_weights_proj, hidden_states)
+        result: tuple[torch.Tensor, Any]
+        if self._wk == "never":
+            result = self.layer.indexer.wk_weights_proj(hidden_states)
+        elif self._projected is not None:
+            result, self._projected = self._projected, None
+            self._lane.join()
+        else:
+            result = self._lane.run(self.layer.indexer.wk_weights_proj, hidden_states)
         return result
 
-    def fork_indexer(self) -> bool:
-        """Fork F2 if this pass has it, and say whether. All that the indexer reads is recorded by now."""
-        if self._full:
-            assert self._lane is not None
-            self._lane.fork()
-        return self._full
-
-    def run_indexer(
+    def fork_indexer(
         self,
         positions: torch.Tensor,
         q_c: torch.Tensor,
         index_weights: torch.Tensor,
         softmax_scale: float,
         head_scale: float,
-    ) -> str | None:
-        """Side branch of F2, and its join.
+    ) -> bool:
+        """Fork F2 if this pass has it, and say whether. All that the indexer reads is recorded by now.
 
         Args:
             positions: [tokens] int64.
@@ -115,6 +148,19 @@ class LayerOverlap:
             index_weights: [tokens, index heads], from `wk_weights_proj`.
             softmax_scale: factor of the weights.
             head_scale: another one.
+        """
+        if not self._full:
+            return False
+        assert self._lane is not None
+        query = self.layer.indexer.wq_b(q_c)[0] if self.order.query_on_main else None
+        self._lane.fork()
+        self._held = (positions, q_c, query, index_weights, softmax_scale, head_scale)
+        if self.order.first:
+            self._lane.side(self._indexer, *self._held)
+        return True
+
+    def join_indexer(self) -> str | None:
+        """Side branch of F2, unless it was recorded first, and its join.
 
         Returns:
             What ``_sparse_indexer_and_attn`` has left to do: ``"attention"``, or None for both halves.
@@ -122,13 +168,18 @@ class LayerOverlap:
         if not self._full:
             return None
         assert self._lane is not None
-        self._lane.run(self._indexer, positions, q_c, index_weights, softmax_scale, head_scale)
+        if self.order.first:
+            self._lane.join()
+        else:
+            self._lane.run(self._indexer, *self._held)
+        self._held = ()
         return "attention"
 
     def _indexer(
         self,
         positions: torch.Tensor,
         q_c: torch.Tensor,
+        query: torch.Tensor | None,
         index_weights: torch.Tensor,
         softmax_scale: float,
         head_scale: float,
@@ -136,7 +187,8 @@ class LayerOverlap:
         from vllm.models.deepseek_v32.common.kernels import fused_q
 
         layer, indexer = self.layer, self.layer.indexer
-        index_q = indexer.wq_b(q_c)[0].view(-1, indexer.n_head, indexer.head_dim)
+        query = indexer.wq_b(q_c)[0] if query is None else query
+        index_q = query.view(-1, indexer.n_head, indexer.head_dim)
         mqa_cache = layer.rotary_emb.cos_sin_cache
         no_heads = index_q[:, :0]  # an MLA query of no heads: the kernel's other roles have nothing to do
         index_q_fp8, weights, _ = fused_q(
@@ -197,8 +249,14 @@ class LayerOverlap:
         return Mode.OFF if entry is None else entry.mode(tokens)
 
 
-def _side_stream() -> Any:
+def _side_stream(priority: int = 0) -> Any:
     """vLLM's one auxiliary stream, of default priority; its other users join within their layer as we do."""
     from vllm.utils.torch_utils import aux_stream
 
-    return aux_stream()
+    return _stream_of(priority) if priority else aux_stream()
+
+
+@functools.cache
+def _stream_of(priority: int) -> Any:
+    """The one side stream of another priority."""
+    return torch.cuda.Stream(priority=priority)
