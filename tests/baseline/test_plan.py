@@ -242,6 +242,11 @@ def test_store_keeps_what_this_run_did_not_run(tmp_path: Path) -> None:
     assert store.read(ws, "0.0.0")["tests/a.py"].counts == {"passed": 1}
     assert data["totals"] == {"passed": 2}  # of the set, not of everything that is kept
     assert data["diffs"] == {"off": {"ok": True}, "on": {"ok": False}}
+    part = {"set": "features", "ok": True}
+    store.write(ws, run("2026-01-03", a="failed"), {"on": part, "feature:x": part})
+    again = json.loads(path.read_text())
+    assert again["files"] == data["files"] and again["date"] == data["date"]
+    assert again["diffs"] == {**data["diffs"], "on of features": part, "feature:x of features": part}
 
 
 def test_stored_diff_says_what_ran_and_what_differs() -> None:

@@ -14,6 +14,7 @@ from vllm_series.workspace import Workspace
 
 SCHEMA = 1
 REASONS_PER_FILE = 4
+PARTIAL = ("short", "features", "selected")  # sets whose comparisons are kept beside those of the full one
 
 
 @dataclass
@@ -85,6 +86,7 @@ def write(
 
     Files of the stored result that this run does not hold stay, marked with where they are ``from``: the
     plan needs their seconds and needs when a patch reaches them again. So do modes that did not run now.
+    Of a set that is a part of the full one the comparisons alone are kept, as ``<mode> of <set>``.
 
     Args:
         ws: the checkout.
@@ -102,6 +104,11 @@ def write(
     }
     kept = {name: {"from": old["date"][:10], **row} for name, row in old["files"].items() if name not in rows}
     rows = dict(sorted({**kept, **rows}.items()))
+    partial = [f"{mode} of {row['set']}" for mode, row in diffs.items() if row.get("set") in PARTIAL]
+    if partial and old["files"]:
+        head = {name: value for name, value in old.items() if name != "files"}
+        head["diffs"] = old["diffs"] | dict(zip(partial, diffs.values(), strict=True))
+        return _save(path, head, old["files"])
     diffs = {**old["diffs"], **diffs}
     head = {
         "schema": SCHEMA,
@@ -113,6 +120,10 @@ def write(
         "totals": run.counts(),
         "diffs": diffs,
     }
+    return _save(path, head, rows)
+
+
+def _save(path: Path, head: dict[str, Any], rows: dict[str, Any]) -> Path:
     text = json.dumps(head, indent=1)[:-2] + ',\n "files": {\n'
     text += ",\n".join(f"  {json.dumps(name)}: {json.dumps(row)}" for name, row in rows.items()) + "\n }\n}\n"
     json.loads(text)
