@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from vllm_series.baseline import needs
-from vllm_series.baseline.gpu_plan import FILE_S, START_S, candidates, card_name, gpu_plan, named
+from vllm_series.baseline.gpu_plan import FILE_S, START_S, TESTS, candidates, card_name, gpu_plan, named
 from vllm_series.baseline.imports import Graph
 from vllm_series.baseline.inside.series_probe import sample
 from vllm_series.baseline.needs import Need
@@ -144,6 +144,13 @@ def test_named_files_get_limit_and_sample_too() -> None:
     assert all(one.seconds == FILE_S and one.sample == 75 for one in found.files)
 
 
+def test_a_file_that_a_cpu_skips_as_a_whole_has_an_unknown_number_of_tests() -> None:
+    plan = Plan("0.0.0", [RARE], [], [planned("a", 1.0)])
+    whole, one = Recorded(1, {"skipped": 1}), Recorded(1, {"passed": 1})
+    times = [named(plan, ["tests/a.py"], {}, {"tests/a.py": last}).files[0].expected for last in (whole, one)]
+    assert times == [START_S + TESTS, START_S + 1]
+
+
 def test_files_that_are_asked_for_come_first_and_take_their_time() -> None:
     plan = Plan("0.0.0", [RARE], [], [planned(f"t{n}", 1.0 - n / 10) for n in range(8)])
     cpu = {
@@ -170,7 +177,7 @@ def test_a_mode_of_one_feature_runs_the_tests_of_what_its_patches_touch() -> Non
 def test_files_of_little_relevance_come_last_by_relevance() -> None:
     """A lease has room for everything: what half of the tree has fills it up, however quick it is."""
     tests = [planned("slow", 0.1), planned("junk", 0.001), planned("better", 0.02)]
-    cpu = {"tests/slow.py": Recorded(1, {"skipped": 45}), "tests/junk.py": Recorded(1, {"skipped": 1})}
+    cpu = {"tests/slow.py": Recorded(1, {"skipped": 45}), "tests/junk.py": Recorded(1, {"passed": 1})}
     found = gpu_plan(Plan("0.0.0", [RARE], [], tests), {}, cpu, budget_s=400, modes=3, jobs=8)
     assert [one.path for one in found.files] == ["tests/slow.py", "tests/better.py", "tests/junk.py"]
 

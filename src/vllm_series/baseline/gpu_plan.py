@@ -142,6 +142,8 @@ def named(
 
 def _timed(test: PlannedTest, card: Recorded | None, cpu: Recorded | None, file_s: float) -> GpuFile:
     each, number = TEST_S, sum(cpu.counts.values()) if cpu else 0
+    if number == 1 and cpu and not cpu.counts.get("passed"):
+        number = 0  # skipped or failed as a whole, before its tests were known
     if card is not None:
         all_of = sum(card.counts.values())
         ran = all_of - card.counts.get(NOT_RUN, 0) - card.counts.get(LEFT_OUT, 0)
