@@ -280,6 +280,33 @@ def splitting_ops() -> list[str]:
     ]
 
 
+class Piece(nn.Module):
+    """A compiled piece where the split graph had a module."""
+
+    def __init__(self, compiled) -> None:
+        super().__init__()
+        self.compiled = compiled
+
+    def forward(self, *args):
+        return self.compiled(*args)
+
+
+def compile_pieces(traced: torch.fx.GraphModule, _inputs):
+    """A backend for torch.compile: vLLM's split, and vLLM's way to Inductor for each piece."""
+    from vllm.compilation.backends import split_graph
+    from vllm.compilation.compiler_interface import InductorStandaloneAdaptor
+    from vllm.config.utils import Range
+
+    split, items = split_graph(traced, splitting_ops())
+    for item in items:
+        if not item.is_splitting_graph:
+            inputs = [node.meta["example_value"] for node in item.graph.graph.find_nodes(op="placeholder")]
+            sizes = Range(start=1, end=MAX_TOKENS)
+            compiled, _ = InductorStandaloneAdaptor("binary").compile(item.graph, inputs, {}, sizes)
+            setattr(split, item.submod_name, Piece(compiled))
+    return split.forward
+
+
 def trace(model: nn.Module, tokens: int = 8) -> torch.fx.GraphModule:
     """The graph that vLLM's backend gets: one, with a dynamic number of tokens."""
     graphs: list[torch.fx.GraphModule] = []

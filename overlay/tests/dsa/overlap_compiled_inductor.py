@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the code that Inductor makes of fork, QKV-A projection and join for an H200, without a GPU.
+"""The code that Inductor makes for an H200, without a GPU; here of wk's fork, QKV-A projection and join.
 
 The tensors are fake CUDA tensors, the card is made up of what Inductor asks for, and code generation is
 stopped before it would compile a kernel.
@@ -13,7 +13,6 @@ import torch
 import torch._inductor.config as inductor_config
 import torch._inductor.fx_passes.joint_graph as joint_graph
 import torch._inductor.fx_passes.post_grad as post_grad
-import triton
 from torch._dynamo.device_interface import CudaInterface
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.graph import GraphLowering
@@ -117,8 +116,14 @@ class Done(Exception):
     """Raised with the generated code."""
 
 
-def generated(function, *inputs) -> str:
-    """The body of the wrapper that Inductor generates for a function of fake CUDA tensors."""
+def generated(function, *inputs, prepare=None) -> str:
+    """The body of the wrapper that Inductor generates for a function of fake CUDA tensors.
+
+    Args:
+        function: to compile.
+        inputs: of the function.
+        prepare: gets the traced graph and a dictionary for Inductor's options; returns a context.
+    """
     traced = []
 
     def keep(graph, example_inputs):
@@ -131,7 +136,8 @@ def generated(function, *inputs) -> str:
         if not traced:
             raise
     ((graph, example_inputs),) = traced
-    codegen = GraphLowering.codegen
+    codegen, options = GraphLowering.codegen, {}
+    context = contextlib.nullcontext() if prepare is None else prepare(graph, options)
 
     def stop(self, *args, **kwargs):
         code = codegen(self, *args, **kwargs)[0]
@@ -139,6 +145,8 @@ def generated(function, *inputs) -> str:
 
     try:
         with (
+            context,
+            inductor_config.patch(options),
             mock.patch.object(GraphLowering, "codegen", stop),
             torch._guards.tracing(torch._guards.TracingContext(inputs[0].fake_mode)),
         ):
@@ -151,39 +159,32 @@ def generated(function, *inputs) -> str:
     raise AssertionError("no code was generated")
 
 
-def main() -> None:
-    triton.runtime.driver.set_active(Driver())
-    with contextlib.ExitStack() as stack:
-        for patch in made_up_card():
-            stack.enter_context(patch)
-        width = INDEX_DIM + INDEX_HEADS
-        overlap = LayerOverlap(
-            "model.layers.0.self_attn.dsa_overlap",
-            types.SimpleNamespace(weight=torch.empty(width, HIDDEN)),
-            None,
-            lambda _tokens: Mode.WK,
-            whole=False,
-            pieces=True,
-        )
+def print_wk() -> None:
+    """Print the code of norm, fork, QKV-A projection, join and what follows."""
+    width = INDEX_DIM + INDEX_HEADS
+    overlap = LayerOverlap(
+        "model.layers.0.self_attn.dsa_overlap",
+        types.SimpleNamespace(weight=torch.empty(width, HIDDEN)),
+        None,
+        lambda _tokens: Mode.WK,
+        whole=False,
+        pieces=True,
+    )
 
-        def layer(x, residual, gain, weight):
-            residual = x + residual
-            x = residual.float()
-            x = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * gain).to(torch.bfloat16)
-            overlap.fork(x)
-            qkv = x @ weight
-            kw = overlap.join(x, qkv)
-            q, kv = qkv.split([Q_LORA, KV_A], dim=-1)
-            k, weights = kw.split([INDEX_DIM, INDEX_HEADS], dim=-1)
-            return residual, q * 2, kv + 1, torch.nn.functional.layer_norm(k, (INDEX_DIM,)), weights * 2
+    def layer(x, residual, gain, weight):
+        residual = x + residual
+        x = residual.float()
+        x = (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * gain).to(torch.bfloat16)
+        overlap.fork(x)
+        qkv = x @ weight
+        kw = overlap.join(x, qkv)
+        q, kv = qkv.split([Q_LORA, KV_A], dim=-1)
+        k, weights = kw.split([INDEX_DIM, INDEX_HEADS], dim=-1)
+        return residual, q * 2, kv + 1, torch.nn.functional.layer_norm(k, (INDEX_DIM,)), weights * 2
 
-        with FakeTensorMode(shape_env=ShapeEnv()):
-            like = {"device": "cuda", "dtype": torch.bfloat16}
-            x, residual = torch.empty(TOKENS, HIDDEN, **like), torch.empty(TOKENS, HIDDEN, **like)
-            gain, weight = torch.empty(HIDDEN, **like), torch.empty(HIDDEN, Q_LORA + KV_A, **like)
-        print("CODE")
-        print(generated(layer, x, residual, gain, weight))
-
-
-if __name__ == "__main__":
-    main()
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        like = {"device": "cuda", "dtype": torch.bfloat16}
+        x, residual = torch.empty(TOKENS, HIDDEN, **like), torch.empty(TOKENS, HIDDEN, **like)
+        gain, weight = torch.empty(HIDDEN, **like), torch.empty(HIDDEN, Q_LORA + KV_A, **like)
+    print("CODE")
+    print(generated(layer, x, residual, gain, weight))

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap on the compiled line without a GPU: order, lifetimes, gates, graphs; streams are doubles."""
 
+import functools
 import json
 import os
 import re
@@ -21,12 +22,10 @@ from vllm.model_executor.layers import mla
 if not hasattr(mla.MultiHeadLatentAttentionWrapper, "dsa_overlap"):
     pytest.skip("this line has no hook in layers/mla.py", allow_module_level=True)
 
-from vllm.dsa.overlap import feature
 from vllm.dsa.overlap import gates as shared_gates
 from vllm.dsa.overlap.compiled import attach as attaching
 from vllm.dsa.overlap.compiled import gates, ops, runner
 from vllm.dsa.overlap.compiled.layer import CHOSEN_OFF, LayerOverlap
-from vllm.dsa.overlap.feature import NATIVE_IS_MISSING
 from vllm.dsa.overlap.mode import Mode
 from vllm.dsa.overlap.streams import Lane
 from vllm.model_executor.layers import sparse_attn_indexer as indexer_module
@@ -91,8 +90,8 @@ BODIES = {
 def run(model: cases.Model, layers: dict, device: Device, mode=CUDAGraphMode.NONE, **context):
     """One forward pass; returns its output and the races."""
     detector = Detector(device, BODIES)
-    positions, x = cases.batch(TOKENS)
     with override_forward_context(cases.context(layers, TOKENS, mode, **context)), detector:
+        positions, x = cases.batch(TOKENS)
         out = model(positions, x)
     return out, detector.races
 
@@ -547,20 +546,6 @@ def test_auto_builds_what_the_measurement_needs(
     assert attaching.attach(engine.layer) is None
 
 
-def test_native_declines_for_now(engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "native")
-    assert attaching.attach(engine.layer) is None
-    assert outcomes() == {("declined", NATIVE_IS_MISSING): 1}
-
-
-def test_native_says_so_at_start_up(engine, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "native")
-    monkeypatch.setattr("vllm.dsa.overlap.feature.compiled_line", lambda: True)
-    assert str(feature.probe(None)) == f"declined ({NATIVE_IS_MISSING})"
-    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
-    assert str(feature.probe(None)) == "active (mode full)"
-
-
 # Graphs.
 
 
@@ -587,6 +572,12 @@ def script(name: str, *arguments: str, tree: Path = Path(cases.__file__).parents
     done = subprocess.run(command, env=env, cwd=tree, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return done.stdout
+
+
+@functools.cache
+def generated_code() -> list[str]:
+    """What Inductor generates for an H200: of wk, and three times of native."""
+    return script("overlap_native_inductor.py").split("CODE\n")[1:]
 
 
 def test_off_is_upstreams_graph(graphs):
@@ -698,7 +689,7 @@ def test_the_split_graph_survives_pickling(graphs, mode: str):
 
 def test_inductor_keeps_the_order_and_copies_nothing():
     """The code for an H200, generated without one: norm, fork, product, join, in place and in this order."""
-    code = script("overlap_compiled_inductor.py").split("CODE\n", 1)[1]
+    code = generated_code()[0]
     steps = re.findall(
         r"triton_\w+\.run|extern_kernels\.\w+\(.*\)|torch\.ops\.vllm\.\w+\.default\(.*\)", code
     )
@@ -717,18 +708,25 @@ def test_inductor_keeps_the_order_and_copies_nothing():
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 def test_the_compiled_model_is_saved_and_works_in_a_new_process(tmp_path: Path):
     """vLLM's own backend with Inductor: pieces, one artifact, reload; the reloaded graph forks as before."""
-    runs = []
+    found = []
     for _ in range(2):
-        out = script("overlap_compiled_aot.py", "full", VLLM_CACHE_ROOT=str(tmp_path))
-        runs += [json.loads(line) for line in out.splitlines() if line.startswith("{")]
-    cold, warm = runs
-    assert (cold["num_aot_artifacts_saved"], cold["num_aot_artifacts_loaded"]) == (1, 0)
-    assert (warm["num_aot_artifacts_loaded"], warm["num_inductor_compiles"]) == (1, 0)
+        out = script("overlap_compiled_aot.py", "full", "native", VLLM_CACHE_ROOT=str(tmp_path))
+        found.append([json.loads(line) for line in out.splitlines() if line.startswith("{")])
+    for cold, warm in zip(*found, strict=True):
+        assert (cold["num_aot_artifacts_saved"], cold["num_aot_artifacts_loaded"]) == (1, 0)
+        assert (warm["num_aot_artifacts_loaded"], warm["num_inductor_compiles"]) == (1, 0)
+        assert cold["close"] and len(cold["outputs"]) == 22 * cases.HIDDEN
+        assert warm["outputs"] == pytest.approx(cold["outputs"], rel=1e-5, abs=1e-6)
+        assert cold["forked"] == warm["forked"]
     # Two layers and five pieces; the query projections of both layers share one artifact.
+    cold, native = found[0]
     assert cold["num_piecewise_capturable_graphs_seen"] == 5 and cold["num_compiled_artifacts_saved"] == 4
-    assert cold["close"] and len(cold["outputs"]) == 22 * cases.HIDDEN
-    assert warm["outputs"] == pytest.approx(cold["outputs"], rel=1e-5, abs=1e-6)
-    assert cold["forked"] == warm["forked"] == {"wk forked": 8, "indexer forked": 8}
+    assert cold["forked"] == {"wk forked": 8, "indexer forked": 8}
+    # Upstream's pieces. Each of eight forks is waited for by the region, as it came from the compiler or from
+    # the artifact, and by the indexer's op.
+    for run in (native, found[1][1]):
+        assert run["forked"] == {"native forked": 8} and run["waits"] == 16
+    assert native["num_piecewise_capturable_graphs_seen"] == 3
 
 
 @pytest.mark.parametrize("tokens", [1, 8])

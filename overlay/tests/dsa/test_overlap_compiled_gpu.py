@@ -17,7 +17,7 @@ if not hasattr(mla.MultiHeadLatentAttentionWrapper, "dsa_overlap"):
     pytest.skip("this line has no hook in layers/mla.py", allow_module_level=True)
 
 from vllm.dsa import counters
-from vllm.dsa.overlap.compiled import runner
+from vllm.dsa.overlap.compiled import attach, runner
 from vllm.dsa.overlap.compiled.layer import LayerOverlap
 from vllm.dsa.overlap.mode import Mode
 from vllm.dsa.overlap.streams import Lane
@@ -27,7 +27,7 @@ from vllm.utils.torch_utils import aux_stream
 
 from . import overlap_compiled_cases as cases
 
-MODES = ("off", "wk", "full")
+MODES = ("off", "wk", "full", "native")
 #: Clock cycles of a delay: about 5 ms, hundreds of times what the layer takes.
 DELAY = 10_000_000
 #: Passes of a compiled or captured model with fresh inputs.
@@ -49,16 +49,15 @@ def build(mode: str, monkeypatch: pytest.MonkeyPatch, tokens: int, graph: CUDAGr
     layers = dict(model.registered())
     for layer in model.layers if mode != "off" else ():
         whole = mode == "full"
-        overlap = LayerOverlap(
-            f"{layer.prefix}.dsa_overlap",
-            layer.indexer.wk_weights_proj,
-            aux_stream(),
-            lambda _tokens: Mode(mode),
-            whole=whole,
-            pieces=not whole,
-        )
+        name, linear = f"{layer.prefix}.dsa_overlap", layer.indexer.wk_weights_proj
+        if mode == "native":
+            overlap = attach.make_native(name, linear, aux_stream(), layer.mla_attn.layer_name)
+        else:
+            overlap = LayerOverlap(
+                name, linear, aux_stream(), lambda _tokens: Mode(mode), whole=whole, pieces=not whole
+            )
         layer.dsa_overlap = layers[overlap.name] = overlap
-        if whole:
+        if whole or overlap.native:
             runner.install(layer.indexer.k_cache, layer.mla_attn, overlap)
 
     def run_indexer(_op, args, kwargs):
@@ -85,6 +84,13 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
             return run(self, delayed, *args, **kwargs)
 
         monkeypatch.setattr(Lane, "run", late)
+        wait = Lane.wait_for_fork
+
+        def late_region(self):
+            wait(self)
+            torch.cuda._sleep(DELAY)
+
+        monkeypatch.setattr(Lane, "wait_for_fork", late_region)
     elif where == "main":
         fork = Lane.fork
 
@@ -99,7 +105,19 @@ def forked() -> set[str]:
     return {row["outcome"] for row in counters.snapshot("overlap") if row["outcome"].endswith("forked")}
 
 
-EXPECTED = {"off": set(), "wk": {"wk forked"}, "full": {"wk forked", "indexer forked"}}
+EXPECTED = {
+    "off": set(),
+    "wk": {"wk forked"},
+    "full": {"wk forked", "indexer forked"},
+    "native": {"native forked"},
+}
+
+
+def compare(results: dict[str, list[torch.Tensor]]) -> None:
+    """All modes have off's bits."""
+    for mode in set(results) - {"off"}:
+        for expected, found in zip(results["off"], results[mode], strict=True):
+            assert torch.equal(expected, found), mode
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
@@ -114,9 +132,7 @@ def test_eager_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, where: str, 
             with override_forward_context(context):
                 results[mode] = [model(*inputs(tokens, seed)).clone() for seed in range(3)]
             assert forked() == EXPECTED[mode]
-    for mode in ("wk", "full"):
-        for expected, found in zip(results["off"], results[mode], strict=True):
-            assert torch.equal(expected, found), mode
+    compare(results)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64])
@@ -142,34 +158,57 @@ def test_a_full_graph_gives_the_same_bits(monkeypatch: pytest.MonkeyPatch, where
                 graph.replay()
                 found.append(out.clone())
     assert len({tuple(t.flatten().tolist()) for t in results["off"]}) == len(results["off"])
-    for mode in ("wk", "full"):
-        for expected, found in zip(results["off"], results[mode], strict=True):
-            assert torch.equal(expected, found), mode
+    compare(results)
+
+
+def compiled(mode: str, monkeypatch: pytest.MonkeyPatch, tokens: int, graph: CUDAGraphMode):
+    """A model whose pieces are Inductor's, and its forward context; for ``native`` with streams in them."""
+    torch._dynamo.reset()
+    counters.reset()
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", mode)
+    model, context = build(mode, monkeypatch, tokens, graph)
+    return torch.compile(model, backend=cases.compile_pieces, fullgraph=True), context
+
+
+def on_the_main_stream() -> bool:
+    return any("region on the main" in row["outcome"] for row in counters.snapshot("overlap"))
 
 
 @pytest.mark.parametrize("graph", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
 def test_compiled_pieces_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, graph: CUDAGraphMode):
     """Inductor's code for the pieces between the ops that split the graph; wk also with captured pieces."""
-    from vllm.compilation.backends import split_graph
-
-    def backend(traced, _inputs):
-        split, items = split_graph(traced, cases.splitting_ops())
-        for item in items:
-            if not item.is_splitting_graph:
-                setattr(split, item.submod_name, torch.compile(item.graph, fullgraph=True, dynamic=True))
-        return split.forward
-
     tokens, results = 16, {}
     for mode in MODES:
         with monkeypatch.context() as patch, torch.inference_mode():
-            torch._dynamo.reset()
-            counters.reset()
-            model, context = build(mode, patch, tokens, graph)
-            compiled = torch.compile(model, backend=backend, fullgraph=True)
+            model, context = compiled(mode, patch, tokens, graph)
             with override_forward_context(context):
-                results[mode] = [compiled(*inputs(tokens, seed)).clone() for seed in range(3)]
-            expected = EXPECTED[mode] if graph is CUDAGraphMode.NONE or mode != "full" else set()
-            assert forked() == expected
-    for mode in ("wk", "full"):
-        for expected, found in zip(results["off"], results[mode], strict=True):
-            assert torch.equal(expected, found), mode
+                results[mode] = [model(*inputs(tokens, seed)).clone() for seed in range(3)]
+            inline = graph is CUDAGraphMode.PIECEWISE and mode in ("full", "native")
+            assert forked() == (set() if inline else EXPECTED[mode])
+            assert not on_the_main_stream()
+    compare(results)
+
+
+@pytest.mark.parametrize("where", ["nowhere", "side", "main"])
+def test_compiled_pieces_in_a_full_graph_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, where: str):
+    tokens, results = 16, {}
+    for mode in ("off", "native", "full"):
+        with monkeypatch.context() as patch, torch.inference_mode():
+            model, context = compiled(mode, patch, tokens, CUDAGraphMode.FULL)
+            hold_up(patch, where)
+            positions, x = inputs(tokens, 0)
+            with override_forward_context(context):
+                for _ in range(2):
+                    model(positions, x)
+                counters.reset()
+                graph = torch.cuda.CUDAGraph()
+                torch.cuda.synchronize()
+                with torch.cuda.graph(graph):
+                    out = model(positions, x)
+            assert forked() == EXPECTED[mode] and not on_the_main_stream()
+            found = results[mode] = []
+            for seed in range(ROUNDS if where == "nowhere" else 3):
+                x.copy_(inputs(tokens, seed)[1])
+                graph.replay()
+                found.append(out.clone())
+    compare(results)

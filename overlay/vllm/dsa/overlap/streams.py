@@ -46,6 +46,10 @@ class Lane:
         self._start.record()
         self.forked = True
 
+    def wait_for_fork(self) -> None:
+        """Let the current stream (the side stream, entered by others) wait for the fork."""
+        self._start.wait()
+
     def side(self, body: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         """Run ``body`` on the side stream, after the fork; `join` must follow on the main stream.
 

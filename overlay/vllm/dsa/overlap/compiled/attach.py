@@ -12,7 +12,7 @@ from vllm.dsa import features, provenance
 from vllm.dsa.overlap import auto, gates
 from vllm.dsa.overlap.compiled import runner
 from vllm.dsa.overlap.compiled.layer import FEATURE, LayerOverlap
-from vllm.dsa.overlap.feature import NATIVE_IS_MISSING, card_here
+from vllm.dsa.overlap.feature import card_here
 from vllm.dsa.overlap.mode import Mode, requested
 
 #: Ops that must split the graph for F2: see `vllm.dsa.overlap.compiled.layer`.
@@ -35,7 +35,12 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     if mode is Mode.OFF:
         return None
     config = get_current_vllm_config()
-    reason = NATIVE_IS_MISSING if mode is Mode.NATIVE else gates.config_reason(config) or why_not(wrapper)
+    native = mode is Mode.NATIVE
+    reason = (
+        gates.config_reason(config)
+        or why_not(wrapper)
+        or (why_not_native(wrapper, config) if native else None)
+    )
     if reason:
         _decline(mode, reason)
         return None
@@ -53,22 +58,28 @@ def attach(wrapper: Any) -> LayerOverlap | None:
 
     from vllm.utils.torch_utils import aux_stream
 
-    overlap = LayerOverlap(
-        f"{wrapper.prefix}.dsa_overlap",
-        wrapper.indexer.wk_weights_proj,
-        aux_stream(),
-        choose,
-        whole=whole,
-        pieces=mode is not Mode.FULL,
-    )
+    name, linear = f"{wrapper.prefix}.dsa_overlap", wrapper.indexer.wk_weights_proj
+    if native:
+        overlap = make_native(name, linear, aux_stream(), wrapper.mla_attn.layer_name)
+    else:
+        overlap = LayerOverlap(name, linear, aux_stream(), choose, whole=whole, pieces=mode is not Mode.FULL)
     layers = config.compilation_config.static_forward_context
     if overlap.name in layers:
         raise ValueError(f"Duplicate layer name: {overlap.name}")
     layers[overlap.name] = overlap
-    if whole:
+    if whole or native:
         runner.install(wrapper.indexer.k_cache, wrapper.mla_attn, overlap)
     features.report_active(FEATURE, f"mode {mode}" if whole or mode is not Mode.FULL else "mode wk")
     return overlap
+
+
+def make_native(name: str, linear: Any, stream: Any, mla_name: str) -> LayerOverlap:
+    """Return the overlap of ``native``; nothing of it is imported in the other modes."""
+    from vllm.dsa.overlap.native import stream as side_stream
+    from vllm.dsa.overlap.native.layer import NativeOverlap
+
+    side_stream.install()
+    return NativeOverlap(name, linear, stream, mla_name)
 
 
 def _decline(mode: Mode, reason: str) -> None:
@@ -102,6 +113,13 @@ def why_not(wrapper: Any) -> str | None:
     if type(linear.quant_method) is not UnquantizedLinearMethod or linear.bias is not None:
         return "quantised wk_weights_proj"
     return "VLLM_BATCH_INVARIANT=1" if envs.VLLM_BATCH_INVARIANT else None
+
+
+def why_not_native(wrapper: Any, config: VllmConfig) -> str | None:
+    """Return why the compiler cannot fork in this layer (``native``), or None."""
+    from vllm.dsa.overlap.native import probe
+
+    return why_not_whole(config) or probe.why_not(wrapper, config)
 
 
 def why_not_whole(config: VllmConfig) -> str | None:

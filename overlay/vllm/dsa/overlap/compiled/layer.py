@@ -52,7 +52,10 @@ class LayerOverlap:
         name: key in ``static_forward_context``, unique in the model.
         indexer_first: whether the model calls the indexer before the query projection (F2), a constant of the
             traced graph.
+        native: whether the compiler forks (`vllm.dsa.overlap.native`), a constant of the traced graph too.
     """
+
+    native = False
 
     def __init__(
         self,
