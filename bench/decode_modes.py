@@ -23,6 +23,7 @@ ORDERS: dict[str, dict[str, Any]] = {
     "full.late": {"wk": "never", "query_on_main": True},
     "full.high": {"wk": "never", "query_on_main": True, "priority": -1},
     "full.wk": {"wk": "first", "query_on_main": True},
+    "full.key": {"wk": "key", "query_on_main": True},
 }
 
 

@@ -38,6 +38,7 @@ ORDERS = {
     "full.high": schedule.Order(wk="never", query_on_main=True, priority=-1),
     "full.wk": schedule.Order(wk="first", query_on_main=True),
     "full.all": schedule.Order(wk="first", query_on_main=True, first=True, priority=-1),
+    "full.key": schedule.Order(wk="key", query_on_main=True),
 }
 MODES = ("off", "wk", "full", *ORDERS)
 CONTEXT = 8192

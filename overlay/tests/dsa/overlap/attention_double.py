@@ -36,7 +36,8 @@ SERIAL = [
     "top-k",
 ]
 SERIAL = [*SERIAL, "attention", "o_proj"]
-SHARED = ["fused_qkv_a_proj", "fused_norm_rope", "q_b_proj", "fused_q mqa", "attention", "o_proj"]
+NORMS = "fused_norm_rope without the indexer"
+SHARED = ["fused_qkv_a_proj", NORMS, "q_b_proj", "fused_q mqa", "attention", "o_proj"]
 
 
 class Linear:
@@ -226,6 +227,7 @@ class Model:
             )
         }
         monkeypatch.setattr(kernels, "fused_q", self._fused_q)
+        monkeypatch.setattr(kernels, "fused_norm_rope", self._fused_norm_rope)
         monkeypatch.setattr(attention, "sparse_attn_indexer", self._topk)
         monkeypatch.setattr(index_group, "current_stream", lambda: self.machine.current)
         monkeypatch.setattr(index_group, "triton_convert_req_index_to_global_index", _convert)
@@ -250,10 +252,12 @@ class Model:
 
     def _fused_norm_rope(self, *args, **kwargs) -> torch.Tensor:
         a = self._bind("fused_norm_rope", args, kwargs)
-        self.machine.note("fused_norm_rope")
+        part = "" if a.has_indexer else " without the indexer"
+        self.machine.note(f"fused_norm_rope{part if a.kv_c_out is not None else ' of the indexer'}")
         tokens = a.positions.shape[0]
-        a.kv_c_out.copy_(a.kv_c)
-        a.k_pe_out.copy_(a.k_pe)
+        if a.kv_c_out is not None:
+            a.kv_c_out.copy_(a.kv_c)
+            a.k_pe_out.copy_(a.k_pe)
         if a.mla_kv_cache is not None:
             a.mla_kv_cache.view(SLOTS, -1).index_copy_(0, a.slot_mapping, torch.cat((a.kv_c, a.k_pe), -1))
         if a.has_indexer:

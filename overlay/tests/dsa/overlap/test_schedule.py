@@ -18,7 +18,7 @@ if "vllm.dsa.overlap.schedule" not in ATTENTION.read_text():
 from vllm.config import CUDAGraphMode  # noqa: E402
 from vllm.dsa.overlap import schedule, streams  # noqa: E402
 
-from .attention_double import SERIAL, SHARED, Model  # noqa: E402
+from .attention_double import NORMS, SERIAL, SHARED, Model  # noqa: E402
 
 FORK, JOIN = "fork", "join"
 F1 = [FORK, "fused_qkv_a_proj", ("aux", "wk_weights_proj"), JOIN]
@@ -27,12 +27,16 @@ WK = [*F1, "fused_norm_rope", "q_b_proj", "wq_b", "fused_q both", "top-k", *REST
 F2 = [FORK, "q_b_proj", "fused_q mqa", ("aux", "wq_b"), ("aux", "fused_q index"), ("aux", "top-k"), JOIN]
 FULL = [*F1, "fused_norm_rope", *F2, *REST]
 WK_FIRST = [FORK, ("aux", "wk_weights_proj"), "fused_qkv_a_proj", JOIN]
+KEY_NORM = "fused_norm_rope of the indexer"
 WK_INLINE = ["fused_qkv_a_proj", "wk_weights_proj"]
 #: F2 with its side branch recorded first; after wq_b on the main stream; both.
 FIRST = [FORK, *F2[3:-1], "q_b_proj", "fused_q mqa", JOIN]
 LATE = ["wq_b", FORK, "q_b_proj", "fused_q mqa", ("aux", "fused_q index"), ("aux", "top-k"), JOIN]
 LATE_FIRST = ["wq_b", FORK, ("aux", "fused_q index"), ("aux", "top-k"), "q_b_proj", "fused_q mqa", JOIN]
+KEY = [FORK, "fused_qkv_a_proj", ("aux", "wk_weights_proj"), ("aux", KEY_NORM), NORMS]
 ORDERS = [
+    (schedule.Order(wk="key", query_on_main=True), [*KEY, "wq_b", JOIN, *LATE[1:]]),
+    (schedule.Order(wk="key"), [*KEY, JOIN, *F2]),
     (schedule.Order(wk="never"), [*WK_INLINE, "fused_norm_rope", *F2]),
     (schedule.Order(wk="never", first=True), [*WK_INLINE, "fused_norm_rope", *FIRST]),
     (schedule.Order(wk="never", query_on_main=True), [*WK_INLINE, "fused_norm_rope", *LATE]),
@@ -307,10 +311,10 @@ def join_after_attention(monkeypatch):
     monkeypatch.setattr(streams.Lane, "run", streams.Lane.side)
     begin, wk = schedule.LayerOverlap.begin, schedule.LayerOverlap.wk_weights_proj
 
-    def start(self, hidden_states):
+    def start(self, *args):
         if self._lane is not None and self._lane.pending:
             self._lane.join()
-        return begin(self, hidden_states)
+        return begin(self, *args)
 
     def joined(self, hidden_states):
         result = wk(self, hidden_states)

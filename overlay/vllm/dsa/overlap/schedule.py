@@ -34,7 +34,8 @@ class Order:
 
     Attributes:
         wk: when F1's side branch is recorded: ``last`` (before its join), ``first`` (before the main branch),
-            or ``never``: no F1, the projection runs on the main stream. Mode ``wk`` always records it last.
+            or ``never``: no F1, the projection runs on the main stream. ``key`` also norms the indexer's key
+            on the side and joins later, before F2 forks. Mode ``wk`` always records it last.
         first: whether F2's side branch is recorded before its main branch.
         query_on_main: whether ``wq_b`` runs on the main stream before F2 forks, so that no two GEMMs of F2
             run at the same time.
@@ -82,15 +83,22 @@ class LayerOverlap:
         self._full = False  # whether this pass forks F2 too
         self._wk = "last"  # when this pass records F1's side branch
         self._projected: tuple[torch.Tensor, Any] | None = None  # its result, where that was first
+        self._positions: torch.Tensor | None = None  # of this pass
         self._held: tuple[Any, ...] = ()  # what F2's side branch reads, until the join
         self._full_reason: str | None = None  # why this layer never forks F2
         self._looked = False  # whether _full_reason was looked for: weights are loaded after the constructor
         self._entries: dict[str, auto.Entry | None] = {}
 
-    def begin(self, hidden_states: torch.Tensor) -> LayerOverlap | None:
+    @property
+    def key_on_side(self) -> bool:
+        """Whether this pass norms and stores the indexer's key on the side stream."""
+        return self._wk == "key"
+
+    def begin(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> LayerOverlap | None:
         """Decide on this pass, from host data alone, and fork F1. None: run this pass as upstream does.
 
         Args:
+            positions: [tokens] int64.
             hidden_states: [tokens, hidden size], the layer's input.
         """
         if self.layer.skip_topk:  # an MTP layer that reuses the top-k of its first step
@@ -112,7 +120,7 @@ class LayerOverlap:
         self._wk = self.order.wk if self._full else "last"
         if self._lane.pending:  # a main branch raised after its side branch was recorded first
             self._lane.join()
-        self._held, self._projected = (), None
+        self._held, self._projected, self._positions = (), None, positions
         if self._wk != "never":
             self._lane.fork()
         if self._wk == "first":
@@ -128,9 +136,49 @@ class LayerOverlap:
         elif self._projected is not None:
             result, self._projected = self._projected, None
             self._lane.join()
+        elif self._wk == "key":
+            result = self._lane.side(self._project_key, hidden_states, self._positions)
+            self._held = (hidden_states, result)
         else:
             result = self._lane.run(self.layer.indexer.wk_weights_proj, hidden_states)
         return result
+
+    def _project_key(self, hidden_states: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        """``wk_weights_proj``, then the part of the fused norms that belongs to the indexer.
+
+        Upstream's kernel gives each part a program of its own. Those of the query and of the MLA key read
+        parts of ``hidden_states`` here, and what they make is dropped; without a cache none of it is stored.
+        """
+        from vllm.models.deepseek_v32.common.kernels import fused_norm_rope
+
+        layer, indexer = self.layer, self.layer.indexer
+        projected: tuple[torch.Tensor, Any] = indexer.wk_weights_proj(hidden_states)
+        slots = get_forward_context().slot_mapping
+        assert isinstance(slots, dict)
+        fused_norm_rope(
+            positions,
+            hidden_states[:, : layer.q_lora_rank],
+            layer.q_a_layernorm.weight,
+            layer.q_a_layernorm.variance_epsilon,
+            hidden_states[:, : layer.kv_lora_rank],
+            layer.kv_a_layernorm.weight,
+            layer.kv_a_layernorm.variance_epsilon,
+            hidden_states[:, : layer.qk_rope_head_dim],
+            layer.rotary_emb.cos_sin_cache,
+            projected[0][:, : indexer.head_dim],
+            indexer.k_norm.weight,
+            indexer.k_norm.bias,
+            indexer.k_norm.eps,
+            layer.indexer_rope_emb.cos_sin_cache,
+            layer.topk_indices_buffer,
+            slot_mapping=slots.get(layer.layer_name),
+            indexer_slot_mapping=slots.get(indexer.k_cache.prefix),
+            indexer_k_cache=indexer.k_cache.kv_cache,
+            indexer_cache_shuffled=indexer.k_cache.uses_shuffled_layout,
+            has_indexer=True,
+            index_rope_interleave=layer._index_rope_interleave,
+        )
+        return projected
 
     def fork_indexer(
         self,
@@ -153,6 +201,8 @@ class LayerOverlap:
             return False
         assert self._lane is not None
         query = self.layer.indexer.wq_b(q_c)[0] if self.order.query_on_main else None
+        if self._wk == "key":
+            self._lane.join()
         self._lane.fork()
         self._held = (positions, q_c, query, index_weights, softmax_scale, head_scale)
         if self.order.first:
