@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefill in the vLLM engine with VLLM_DSA_FUSED_Q off and auto: shapes in one process, with a control.
+"""Prefill in the vLLM engine with VLLM_DSA_FUSED_Q off and on: shapes in one process, with a control.
 
     python bench/fused_q_engine.py --shape 16/64 --shape 8/32 --shape 128/64 --out rows.json
 
 For each shape (heads / indexer heads) one engine on the seeded model of ``e2e_model`` runs, in turn,
 
-- A (off), B (auto) and A again as a control: ``--runs`` prefills each, paired by prompt;
+- A (off), B (on) and A again as a control: ``--runs`` prefills each, paired by prompt;
 - the same prompts with the ids of every top-k in order, so that equal selections give equal bits: the
   log-probabilities of A, B and A again;
 - ``--profiles`` prefills of A and of B under the profiler: time by kind of kernel, and every kernel's name.
 
-The other features of vllm.dsa are off. The card's clock and power are sampled during the timed prefills. Rows
-(results schema) are appended to ``--out`` after each shape; a shape that has rows there is not run again.
+The other features of vllm.dsa are off. On line 0.28.0 every setting runs the op that ``on`` puts into the
+graph; it calls either kernel. The card's clock and power are sampled during the timed prefills. Rows (results
+schema) are appended to ``--out`` after each shape; a shape that has rows there is not run again.
 """
 
 from __future__ import annotations
@@ -41,17 +42,17 @@ ALONE = {
     "VLLM_LITEDSA": "0",
     "VLLM_INDEXER_LOGITS_SLAB": "off",
 }
-SETTINGS = {"A": "off", "B": "auto", "C": "off"}  # C is the control
+SETTINGS = {"A": "off", "B": "on", "C": "off"}  # C is the control
 
 #: Kinds of kernels by their names; the first that matches counts.
 KINDS = (
-    ("query packing", r"_fused_q_kernel|fused_q_block_kernel|index_q_rope_quant"),
+    ("query packing", r"_fused_q_kernel|fused_q_block_kernel|index(er)?_q_rope_quant"),
     ("norm, rotation, cache", r"norm_rope|rms_?norm|layer_?norm|rotary|concat_and_cache|indexer_k_quant"),
     ("MQA logits", r"mqa_logits"),
     ("top-k", r"top_?k|radix|FilteredTopK"),
     ("attention", r"flash|fmha|sparse_attn|mla|attention"),
     ("matrix products", r"gemm|nvjet|cublas|splitK"),
-    ("copies", r"copy|CatArray"),
+    ("copies", r"copy|CatArray|Memcpy DtoD"),
 )
 
 
@@ -82,15 +83,23 @@ def use(setting: str) -> None:
 
 @contextlib.contextmanager
 def ids_in_order() -> Iterator[None]:
-    """Let every top-k be in order of ids (line 0.33.0); as it was afterwards."""
-    from vllm.models.deepseek_v32 import attention
+    """Let every top-k be in order of ids; as it was afterwards."""
+    if decode_engine.compiled_line():
+        from vllm.dsa.overlap.compiled import runner
+        from vllm.model_executor.layers import sparse_attn_indexer as module
 
-    upstream = attention.sparse_attn_indexer
+        replaced: list[tuple[Any, str]] = [(runner, "run"), (module, "dsa_runner")]
+    else:
+        from vllm.models.deepseek_v32 import attention
+
+        replaced = [(attention, "sparse_attn_indexer")]
+    before = [getattr(owner, name) for owner, name in replaced]
     decode_engine.sort_ids()
     try:
         yield
     finally:
-        attention.sparse_attn_indexer = upstream
+        for (owner, name), value in zip(replaced, before, strict=True):
+            setattr(owner, name, value)
 
 
 def measure(engine: Any, args: Any) -> dict[str, Any]:
@@ -196,7 +205,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--line", default="0.33.0", choices=["0.33.0"])
+    parser.add_argument("--line", default="0.33.0", choices=["0.28.0", "0.33.0"])
     parser.add_argument("--shape", type=shape, action="append", required=True, metavar="HEADS/INDEXER_HEADS")
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--layers", type=int, default=3)
@@ -220,7 +229,7 @@ def main() -> int:
         of = SimpleNamespace(**vars(args) | {"heads": heads, "index_heads": index_heads, "hf_config": {}})
         of.llm = {"gpu_memory_utilization": args.memory, "max_num_seqs": 8, "max_num_batched_tokens": 16384}
         of.llm |= args.llm
-        use("A")
+        use("B")  # the compiled line decides when layers are built whether the switch is looked at
         engine = e2e_prefill.Engine(of)
         start = time.perf_counter()
         result = measure(engine, of)

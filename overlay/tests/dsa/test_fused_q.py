@@ -14,6 +14,7 @@ import torch
 import vllm
 from vllm.dsa import counters, features
 from vllm.dsa.features import State
+from vllm.dsa.fused_q import feature
 from vllm.dsa.fused_q.feature import FEATURE, hooked
 
 TREE = Path(vllm.__file__).parents[1]
@@ -177,14 +178,24 @@ def test_shapes_that_are_not_covered_decline_with_the_reason(launch, odd: dict, 
     assert status.state is State.DECLINED and said in status.reason
 
 
-def test_a_line_without_the_hook_does_not_claim_the_feature(tmp_path: Path):
-    assert hooked() is HOOKED
-    assert not hooked(tmp_path / "kernels.py")
-    if not HOOKED:
-        assert str(features.status(FEATURE)) == "unavailable (this line does not call it)"
+def test_a_line_without_the_hook_does_not_claim_the_feature(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    assert hooked()
+    (tmp_path / "deepseek_v2.py").write_text("# upstream's file\n")
+    monkeypatch.setattr(feature, "hooked", lambda: hooked((tmp_path / "deepseek_v2.py", tmp_path / "none")))
+    assert str(features.status(FEATURE)) == "unavailable (this line does not call it)"
 
 
-@needs_hook
+@pytest.mark.skipif(HOOKED, reason="this line was measured")
+def test_auto_acts_as_off_until_the_line_is_measured(monkeypatch: pytest.MonkeyPatch):
+    assert features.status(FEATURE).state is State.OFF
+    assert features.status(FEATURE).reason.startswith("auto acts as off")
+    monkeypatch.setattr(feature, "COMPILED_IS_MEASURED", True)
+    assert features.status(FEATURE).state is not State.OFF
+    monkeypatch.setattr(feature, "COMPILED_IS_MEASURED", False)
+    monkeypatch.setenv("VLLM_DSA_FUSED_Q", "on")
+    assert features.status(FEATURE).state is not State.OFF
+
+
 def test_off_says_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("VLLM_DSA_FUSED_Q", "off")
     assert str(features.status(FEATURE)) == "off (VLLM_DSA_FUSED_Q=off)"

@@ -36,7 +36,7 @@ CHANGED = {
     "VLLM_DSA_FUSED_Q": ("off", "off"),
     "VLLM_INDEXER_LOGITS_SLAB": ("off", "off"),
 }
-IN_CACHE_KEY = {"VLLM_DSA", "VLLM_DISABLE_INDEXER_STREAM", "VLLM_INDEXER_OVERLAP"}
+IN_CACHE_KEY = {"VLLM_DSA", "VLLM_DISABLE_INDEXER_STREAM", "VLLM_INDEXER_OVERLAP", "VLLM_DSA_FUSED_Q"}
 
 
 def ours(factors: dict[str, object]) -> set[str]:

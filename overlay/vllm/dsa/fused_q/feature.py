@@ -11,21 +11,35 @@ from vllm.dsa.features import Feature, State, Status
 
 SWITCH = "VLLM_DSA_FUSED_Q"
 
-#: Where the patch of line 0.33.0 calls `vllm.dsa.fused_q.launch.try_launch`.
-_HOOKED_FILE = Path(__file__).parents[2] / "models" / "deepseek_v32" / "common" / "kernels.py"
+_VLLM = Path(__file__).parents[2]
+_COMPILED = _VLLM / "model_executor" / "models" / "deepseek_v2.py"  # 0.28.0
+
+#: Where the patches of the lines call this feature.
+_HOOKED_FILES = (_VLLM / "models" / "deepseek_v32" / "common" / "kernels.py", _COMPILED)
+
+#: Whether the op of the compiled line (0.28.0) was proven and measured in an engine on a card.
+COMPILED_IS_MEASURED = False
 
 
-def hooked(file: Path = _HOOKED_FILE) -> bool:
-    """Whether this build's patches call the feature: all lines carry its files, not all its hook."""
-    return file.is_file() and "vllm.dsa.fused_q" in file.read_text(encoding="utf-8")
+def hooked(files: tuple[Path, ...] = _HOOKED_FILES) -> bool:
+    """Whether this build's patches call the feature: all lines carry its files, not all its hooks."""
+    return any(file.is_file() and "vllm.dsa.fused_q" in file.read_text(encoding="utf-8") for file in files)
+
+
+def off_reason() -> str | None:
+    """Why the switch, as it is set, leaves this line's path as upstream's, or None."""
+    value = switches.get(SWITCH)
+    if value == "auto" and not COMPILED_IS_MEASURED and hooked((_COMPILED,)):
+        return "auto acts as off: on this line the feature was not measured on a GPU"
+    return f"{SWITCH}=off" if value == "off" else None
 
 
 def probe(config: Any | None) -> Status:
     """Judge line, switch and card. Whether a layer's shapes fit is only known when it runs."""
     if not hooked():
         return Status(State.UNAVAILABLE, "this line does not call it")
-    if switches.get(SWITCH) == "off":
-        return Status(State.OFF, f"{SWITCH}=off")
+    if (reason := off_reason()) is not None:
+        return Status(State.OFF, reason)
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
