@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 if [ -n "${BUILDKITE:-}" ]; then
-    for wanted in 'build/refresh/*.patch' 'build/baseline/reports/*.md' 'build/gpu-results/**/*.json' 'build/canary/*.md'; do
+    for wanted in 'build/refresh/*.patch' 'build/baseline/reports/**/*.md' 'build/gpu-results/**/*.json' 'build/canary/*.md'; do
         buildkite-agent artifact download "$wanted" . || echo "no $wanted"
     done
     scripts/lib/run.sh series ci report | buildkite-agent annotate --context series --style info

@@ -22,4 +22,6 @@ fi
 place="build/gpu-env/$line"
 "$VLLM_SERIES_UV" venv --clear --quiet --python "$VLLM_SERIES_PYTHON" "$place"
 "$VLLM_SERIES_UV" pip install --quiet --python "$place/bin/python" "${wheels[0]}" pytest
-PYTHON="$place/bin/python" exec scripts/test.sh --gpu --out build/gpu-results "$@"
+# Steps of several queues have folders of their own: artifacts of the same path would replace each other.
+out="build/gpu-results${BUILDKITE_STEP_KEY:+/$BUILDKITE_STEP_KEY}"
+PYTHON="$place/bin/python" exec scripts/test.sh --gpu --out "$out" "$@"

@@ -16,6 +16,9 @@ if [ "${#first[@]}" -ne 1 ]; then
     exit 2
 fi
 
+changed="$(git status --porcelain)"
+[ -z "$changed" ] || printf 'note: not committed, so not in the second build:\n%s\n' "$changed" >&2
+
 place="$(mktemp -d)"
 trap 'rm -rf "$place"' EXIT
 git clone -q --no-hardlinks . "$place/checkout"

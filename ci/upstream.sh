@@ -11,4 +11,13 @@ if [ "${#files[@]}" -eq 0 ]; then
 fi
 modes=off,on
 [ "${BUILDKITE_SOURCE:-}" != schedule ] || modes=off,on,features # nightly: each feature alone as well
-exec scripts/lib/run.sh series baseline diff "$line" --modes "$modes" "${files[@]/#/--select=}"
+code=0
+scripts/lib/run.sh series baseline diff "$line" --modes "$modes" "${files[@]/#/--select=}" || code=$?
+
+# Each job's reports under a name of its own: artifacts of the same path would replace each other.
+if [ -n "${BUILDKITE_PARALLEL_JOB:-}" ]; then
+    reports=build/baseline/reports place="build/baseline/reports/$line-job-$BUILDKITE_PARALLEL_JOB"
+    rm -rf "$place" && mkdir -p "$place"
+    find "$reports" -maxdepth 1 -name "$line-*.md" -exec mv {} "$place" \;
+fi
+exit "$code"

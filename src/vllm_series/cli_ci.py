@@ -95,7 +95,7 @@ def shard_command(ctx: click.Context, line: str, index: int, of: int) -> None:
     seconds = {name: max(known.get(name) or 0.0, 5.0) for name in plan.full()}
     mine = shard.shard(seconds, index, of)
     say(f"job {index} of {of}: {len(mine)} of {len(seconds)} files")
-    print("\n".join(mine))
+    print("".join(f"{name}\n" for name in mine), end="")
 
 
 @ci.command("report")

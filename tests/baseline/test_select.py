@@ -60,6 +60,7 @@ def test_the_set_of_the_features_leaves_out_what_only_core_touches(
         ("tests/conftest.py", "has no such test file"),
         ("test_far", "1 others do, name them in full"),
         ("lighthouse", "no planned test matches"),
+        ("", "selects nothing"),
     ],
 )
 def test_select_refuses_what_matches_nothing(

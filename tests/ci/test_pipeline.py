@@ -131,9 +131,10 @@ def test_report_has_what_is_there(tmp_path: Path) -> None:
     assert report.markdown(tmp_path) == "Nothing to report.\n"
     for name, text in {
         "refresh/0.33.0.patch": "diff",
-        "baseline/reports/0.33.0-off.md": "### off\nequal",
+        "baseline/reports/0.33.0-job-0/0.33.0-off.md": "### off\nequal",
+        "baseline/reports/0.33.0-job-1/0.33.0-off.md": "### off of job 1",
         "canary/canary.md": "### canary",
-        "gpu-results/gpu-suite/0.33.0-h200.json": json.dumps(
+        "gpu-results/gpu-hopper-0_33_0/gpu-suite/0.33.0-h200.json": json.dumps(
             {
                 "line": "0.33.0",
                 "card": "h200",
@@ -145,5 +146,5 @@ def test_report_has_what_is_there(tmp_path: Path) -> None:
         (tmp_path / name).write_text(text)
     text = report.markdown(tmp_path)
     assert "git apply build/refresh/0.33.0.patch" in text
-    assert "### off\nequal\n" in text and "### canary" in text
+    assert "### off\nequal\n" in text and "### off of job 1" in text and "### canary" in text
     assert "| fused_q tests | ok | 61 |  |" in text

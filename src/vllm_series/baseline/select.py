@@ -37,6 +37,8 @@ def chosen(plan: Plan, which: str, patterns: Sequence[str], budget_s: float, tre
     found: list[str] = []
     for pattern in patterns:
         name = pattern.partition("::")[0].removeprefix("./").rstrip("/")
+        if not name:  # it would be a part of every name
+            raise UsageError(f"{pattern!r} selects nothing", fix=f"series baseline plan {plan.line}")
         if (tree / name).is_file() and is_test(name):
             found.append(name)
             continue

@@ -151,7 +151,7 @@ def _upstream(line: str) -> Step:
         f"ci/upstream.sh {line}",
         minutes=240,
         shards=UPSTREAM_SHARDS,
-        artifacts=("build/baseline/reports/*.md",),
+        artifacts=("build/baseline/reports/**/*.md",),
     )
 
 
