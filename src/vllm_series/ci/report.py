@@ -19,9 +19,7 @@ def markdown(build: Path) -> str:
             f"#### patches of {path.stem} need a refresh\n\n"
             f"    buildkite-agent artifact download {name} . && git apply {name}\n"
         )
-    parts += [
-        path.read_text(encoding="utf-8") for path in sorted((build / "baseline/reports").glob("**/*.md"))
-    ]
+    parts += [path.read_text(encoding="utf-8") for path in sorted(build.glob("baseline/reports/**/*.md"))]
     for path in sorted((build / "gpu-results").glob("**/gpu-suite/*.json")):
         parts.append(_gpu(json.loads(path.read_text(encoding="utf-8"))))
     parts += [path.read_text(encoding="utf-8") for path in sorted((build / "canary").glob("*.md"))]
