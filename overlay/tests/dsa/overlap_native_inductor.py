@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints the code that Inductor makes for an H200, without a GPU: of ``wk``, and up to the indexer.
 
-The latter in ``native``, three times: as the model has it, with equal subexpressions in both branches; with a
-region whose result the main branch reads; and with a mark that the compiler lost.
+The latter in ``native``, four times: as the model has it, with equal subexpressions in both branches; with a
+region whose result the main branch reads; with a mark that the compiler lost; with the query packed by an op.
 """
 
 import contextlib
@@ -23,6 +23,7 @@ from overlap_compiled_inductor import (
 )
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from vllm.dsa.fused_q import compiled  # noqa: F401  (registers its op)
 from vllm.dsa.overlap.native import compiler
 from vllm.dsa.overlap.native.layer import NativeOverlap
 
@@ -50,18 +51,21 @@ def quantise(q, weights, q_fp8, weights_out, WIDTH: tl.constexpr):
     tl.store(weights_out + row, tl.load(weights + row) * 2)
 
 
-def indexer(hidden_states, q_c, positions, cache, wq_b, wk):
+def indexer(hidden_states, q_c, positions, cache, wq_b, wk, with_op):
     q = (q_c @ wq_b).view(-1, INDEX_HEADS, INDEX_DIM)
     k, weights = (hidden_states @ wk).split([INDEX_DIM, INDEX_HEADS], dim=-1)
     k = torch.nn.functional.layer_norm(k, (INDEX_DIM,))
     k_pe, k_nope = k.split([ROPE, INDEX_DIM - ROPE], dim=-1)
     k = torch.cat([rotate(k_pe, cache, positions), k_nope], dim=-1)
+    if with_op:
+        q_fp8, weights_out = torch.ops.vllm.dsa_pack_index_q(positions, q, cache, weights, 1.0, 1.0, True)
+        return q_fp8, k, weights_out
     q_fp8, weights_out = torch.empty_like(q, dtype=torch.float8_e4m3fn), torch.empty_like(weights)
     quantise[(TOKENS * INDEX_HEADS,)](q, weights, q_fp8, weights_out, INDEX_DIM)
     return q_fp8, k, weights_out
 
 
-def layer(overlap, reads_result: bool):
+def layer(overlap, reads_result: bool, with_op: bool):
     def run(x, residual, gain, q_gain, qkv_a, q_b, positions, cache, wq_b, wk):
         residual = x + residual
         hidden_states = norm(residual, gain)
@@ -71,7 +75,7 @@ def layer(overlap, reads_result: bool):
         kv_c, k_pe = kv.split([KV_LORA, ROPE], dim=-1)
         kv_c = torch.nn.functional.layer_norm(kv_c, (KV_LORA,))
         q, k_pe = q_c @ q_b, rotate(k_pe, cache, positions)
-        q_fp8, k, weights = overlap.index(indexer, hidden_states, q_c, positions, cache, wq_b, wk)
+        q_fp8, k, weights = overlap.index(indexer, hidden_states, q_c, positions, cache, wq_b, wk, with_op)
         if reads_result:
             q = q + k.narrow(1, 0, 1)
         return residual, hidden_states, q, kv_c, k_pe, q_fp8, k, weights
@@ -109,13 +113,14 @@ def main() -> None:
                 torch.empty(TOKENS, device="cuda", dtype=torch.int64),
                 *(of(4096, ROPE), of(Q_LORA, INDEX_HEADS * INDEX_DIM), of(HIDDEN, INDEX_DIM + INDEX_HEADS)),
             )
-        for reads_result, prepare in (
-            (False, compiler.prepare),
-            (True, compiler.prepare),
-            (False, loses_a_mark),
+        for reads_result, prepare, with_op in (
+            (False, compiler.prepare, False),
+            (True, compiler.prepare, False),
+            (False, loses_a_mark, False),
+            (False, compiler.prepare, True),
         ):
             print("CODE")
-            print(generated(layer(overlap, reads_result), *inputs, prepare=prepare))
+            print(generated(layer(overlap, reads_result, with_op), *inputs, prepare=prepare))
             torch._dynamo.reset()
 
 

@@ -576,7 +576,7 @@ def script(name: str, *arguments: str, tree: Path = Path(cases.__file__).parents
 
 @functools.cache
 def generated_code() -> list[str]:
-    """What Inductor generates for an H200: of wk, and three times of native."""
+    """What Inductor generates for an H200: of wk, and four times of native."""
     return script("overlap_native_inductor.py").split("CODE\n")[1:]
 
 

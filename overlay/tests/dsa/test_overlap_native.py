@@ -348,13 +348,16 @@ def test_marks_survive_pickling(graphs):
 
 
 def launches(text: str) -> list[str]:
-    found = r"with \w+:|(?:triton_\w+|quantise_0)\.run|extern_kernels\.\w+|torch\.ops\.vllm\.\w+"
+    found = (
+        r"with \w+:|(?:triton_\w+|quantise_0)\.run|extern_kernels\.\w+|torch\.ops\.vllm\.\w+(?=\.default\()"
+    )
     found += "|empty_strided_cuda"
     return re.findall(found, text[text.index("set_device") :])
 
 
-def test_inductor_puts_the_region_on_the_side_stream():
-    text = compiled.generated_code()[1]
+@pytest.mark.parametrize("case, packing", [(1, "quantise_0.run"), (4, "torch.ops.vllm.dsa_pack_index_q")])
+def test_inductor_puts_the_region_on_the_side_stream(case: int, packing: str):
+    text = compiled.generated_code()[case]
     assert f"stream1 = get_external_object_by_index({stream.INDEX})" in text
     found = launches(text)
     fork, region = found.index("torch.ops.vllm.dsa_native_start"), found.index("with stream1:")
@@ -366,12 +369,14 @@ def test_inductor_puts_the_region_on_the_side_stream():
     # Norm, QKV-A and the query's norm; then rotation, norm and q_b.
     assert [what.partition("_")[0] for what in early] == ["triton", "extern", "triton"]
     assert sorted(what.partition("_")[0] for what in late) == ["extern", "triton", "triton"]
-    assert side.count("extern_kernels.mm") == 2 and side.count("quantise_0.run") == 1
+    assert side.count("extern_kernels.mm") == 2 and side.count(packing) == 1
     assert found[region + 1 : region + 3] == ["empty_strided_cuda", "extern_kernels.mm"]
     # Memory of the side stream is allocated on it, and kernels are launched with the stream of the moment.
     inside = text[text.index("with stream1:") :]
-    assert "stream=raw_stream0" not in inside and inside.count("stream=raw_stream)") == 3
-    made = set(re.findall(r"(buf\d+) = empty_strided_cuda", inside))
+    assert "stream=raw_stream0" not in inside and inside.count("stream=raw_stream)") == (
+        3 if case == 1 else 2
+    )
+    made = set(re.findall(r"(buf\d+) = (?:empty_strided_cuda|torch|reinterpret_tensor|buf)", inside))
     before = set(re.findall(r"(buf\d+) = empty_strided_cuda", text[: text.index("with stream1:")]))
     # It reads the two tensors that the fork got; one goes to the indexer's op, the layer holds the other.
     given = re.search(r"dsa_native_start\.default\((buf\d+), (buf\d+), arg\d+_1, arg\d+_1\)", text).groups()
