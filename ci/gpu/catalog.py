@@ -163,6 +163,16 @@ def look(python: str = sys.executable) -> Machine:
     )
 
 
+def commit(root: Path) -> str:
+    """The checkout's commit, with ``-dirty`` if tracked files differ from it; ``unknown`` without git."""
+    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
 def unsupported(step: Step, machine: Machine) -> str:
     """Return why the step does not exist on this machine, '' if it does."""
     if machine.capability not in step.capabilities:

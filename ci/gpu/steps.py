@@ -14,7 +14,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from catalog import ROOT, TESTS, Machine, Step, unsupported
+from catalog import ROOT, TESTS, Machine, Step, commit, unsupported
 
 OK, FAILED, UNSUPPORTED, LEFT_OUT = "ok", "FAILED", "unsupported", "left out"
 
@@ -44,7 +44,7 @@ def run_step(step: Step, machine: Machine, out: Path, log: Path, python: str = s
             options = ["-q", "-ra", "-p", "no:cacheprovider", f"--junitxml={report}"]
             command = [python, "-m", "pytest", *options, *(f"tests/dsa/{name}" for name in step.tests)]
         else:
-            filled = step.command.format(out=out, line=machine.line, card=machine.card)
+            filled = step.command.format(out=out, line=machine.line, card=machine.card, commit=commit(ROOT))
             command = [python, *shlex.split(filled)]
         print(f"\n== {row.case}: {shlex.join(command)}", flush=True)
         start = time.monotonic()

@@ -14,25 +14,14 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from catalog import ROOT, Machine, Step, SuiteError, load, look, unsupported
+from catalog import ROOT, Machine, Step, SuiteError, commit, load, look, unsupported
 from steps import FAILED, LEFT_OUT, OK, UNSUPPORTED, Row, run_step
-
-
-def commit(root: Path) -> str:
-    """The checkout's commit, with ``-dirty`` if tracked files differ from it; ``unknown`` without git."""
-    command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=7", "--exclude=*"]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except OSError:
-        return "unknown"
-    return done.stdout.strip() or "unknown"
 
 
 def store(rows: list[Row], machine: Machine, out: Path) -> Path:

@@ -43,7 +43,9 @@ def test_rows_name_lines_and_tests_that_exist(root: Path) -> None:
         for step in rows:
             assert set(step.lines) <= lines, step
             assert all(re.fullmatch(r"\d+\.\d", one) for one in step.capabilities), step
-            step.command.format(out="out", line="0.33.0", card="h200")
+            filled = step.command.format(out="out", line="0.33.0", card="h200", commit="c0ffee")
+            if step.command and '"--commit"' in (root / step.command.split()[0]).read_text():
+                assert "--commit c0ffee" in filled, step
     named = {test for _, rows in suites.values() for step in rows for test in step.tests}
     there = {path.name for path in (root / catalog.TESTS).glob("**/test_*_gpu.py")}
     assert there <= {Path(name).name for name in named}, "a GPU test is in no row of ci/gpu/suites.toml"
@@ -140,9 +142,15 @@ def test_one_skipped_file_among_others_is_seen(overlay: Path, tmp_path: Path) ->
 def test_a_bench_gets_folder_line_and_card(overlay: Path, tmp_path: Path) -> None:
     script = tmp_path / "checkout" / "bench.py"
     script.write_text("import sys; print(sys.argv[1:])\n")
-    step = replace(STEP, tests=(), command="bench.py --out {out}/a/{line}-{card}.json --set 'A:X=1'")
+    step = replace(STEP, tests=(), command="bench.py {commit} --out {out}/a/{line}-{card}.json --set 'A:X=1'")
     assert run(step, tmp_path).state == steps.OK
-    words = ["--out", f"{tmp_path}/out/a/0.33.0-h200.json", "--set", "A:X=1"]
+    words = [
+        suite.commit(tmp_path / "checkout"),
+        "--out",
+        f"{tmp_path}/out/a/0.33.0-h200.json",
+        "--set",
+        "A:X=1",
+    ]
     assert (tmp_path / "log").read_text() == f"{words}\n"
 
 
