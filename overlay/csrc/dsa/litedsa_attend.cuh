@@ -101,20 +101,31 @@ __device__ __forceinline__ void gather(const AttendParams& p, AttendShared<kBloc
         for (int b = 0; b < kBlocks; ++b) ptx::copy_async_16(target + b * kBlockBytes, source + b * 128, bytes);
       }
     } else {
-      // A cache row: 512 e4m3 values, four scales, 64 bf16. Load j of a lane: 16 values of the dimensions 128 j + 16 piece on.
+      // A cache row: 512 e4m3 values, four scales, 64 bf16. The values wait where blocks 4 to 7 of their row will be, the scales where
+      // its first piece will be, so that all rows are on their way at once; only this warp touches these rows.
 #pragma unroll 2
       for (int i = 0; i < 8; ++i) {
         const int row = row0 + 8 * i;
         const int slot = __shfl_sync(~0u, mine, i * 4 + lane / 8);
-        const bool valid = slot >= 0;
-        const uint8_t* source = p.kv + (valid ? slot : 0) * p.kv_row;
-        ptx::copy_async_16(tile_rows + matrix_offset(row, 8, piece), source + 528 + piece * 16, valid ? 16 : 0);
-        uint4 v[4], scale_bits = make_uint4(0, 0, 0, 0);
+        const uint8_t* source = p.kv + (slot < 0 ? 0 : slot) * p.kv_row;
+        const int bytes = slot < 0 ? 0 : 16;
 #pragma unroll
-        for (int j = 0; j < 4; ++j) v[j] = valid ? ptx::load_16(source + j * 128 + piece * 16) : make_uint4(0, 0, 0, 0);
-        if (valid) scale_bits = ptx::load_16(source + 512);
+        for (int j = 0; j < 4; ++j) ptx::copy_async_16(tile_rows + matrix_offset(row, 4 + j, piece), source + j * 128 + piece * 16, bytes);
+        ptx::copy_async_16(tile_rows + matrix_offset(row, 8, piece), source + 528 + piece * 16, bytes);
+        if (piece == 0) ptx::copy_async_16(tile_rows + matrix_offset(row, 0, 0), source + 512, bytes);
+      }
+      ptx::copy_async_wait_all();
+      __syncwarp();
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i) {
+        const int row = row0 + 8 * i;
+        uint4 v[4];  // v[j]: the values of the dimensions 128 j + 16 piece on
+#pragma unroll
+        for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const uint4*>(tile_rows + matrix_offset(row, 4 + j, piece));
+        const uint4 scale_bits = *reinterpret_cast<const uint4*>(tile_rows + matrix_offset(row, 0, 0));
         const float scales[4] = {__uint_as_float(scale_bits.x), __uint_as_float(scale_bits.y), __uint_as_float(scale_bits.z),
                                  __uint_as_float(scale_bits.w)};
+        __syncwarp();  // all have read their row before any overwrites it
 #pragma unroll
         for (int j = 0; j < 4; ++j) {
           const int block = 2 * j + piece / 4, at = piece % 4 * 2;
