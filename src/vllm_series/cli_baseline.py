@@ -379,7 +379,7 @@ def diff_command(
                 quarantine_rows(diff, entries)
                 render.show(diff, console, broken=verbose)
                 render.write_all(diff, (upstream, patched), ws.root / "build" / "baseline" / "reports")
-                rows[mode] = store.diff_row(diff, patched, "selected" if files else which, commit)
+                rows[mode] = store.diff_row(diff, patched, store.SELECTED if files else which, commit)
                 found.append((diff, (upstream, patched)))
                 if keep:  # after each mode: a long run that is cut off has stored what it knows
                     also = None if saved else Run.load(session.result_path("upstream"))

@@ -264,7 +264,8 @@ def test_stored_diff_says_what_ran_and_what_differs() -> None:
     assert row["files"] == "1 of 3" and row["unreached"] == ["tests/b.py", "tests/c.py"]
     assert row["compared"] == 1 and row["counts"] == {"REGRESSION": 1, "NOT_COMPARED": 1, "SAMPLED": 1}
     assert row["differs"] == {"tests/a.py::x": "REGRESSION: passed / crash SIGSEGV"}
-    assert row["ok"] is False and row["commit"] == "c0ffee" and row["set"] == "full"
+    assert row["ok"] is False and row["commit"] == "c0ffee" and row["set"] == "full" and "names" not in row
+    assert store.diff_row(found, two, store.SELECTED, "c0ffee")["names"] == ["tests/a.py"]
 
 
 def test_stored_results_are_readable_and_small() -> None:

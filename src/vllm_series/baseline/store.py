@@ -14,7 +14,8 @@ from vllm_series.workspace import Workspace
 
 SCHEMA = 1
 REASONS_PER_FILE = 4
-PARTIAL = ("short", "features", "selected")  # sets whose comparisons are kept beside those of the full one
+SELECTED = "selected"  # by the user's patterns: a row of it names its files
+PARTIAL = ("short", "features", SELECTED)  # sets whose comparisons are kept beside those of the full one
 
 
 @dataclass
@@ -72,6 +73,7 @@ def diff_row(diff: Diff, patched: Run, which: str, commit: str) -> dict[str, Any
         "counts": counts,
         **({"differs": odd} if odd else {}),
         **({"unreached": diff.unreached} if diff.unreached else {}),
+        **({"names": list(patched.files)} if which == SELECTED else {}),
     }
 
 
