@@ -339,7 +339,9 @@ def diff_command(
     entries = quarantine.load(ws.root / "quarantine.toml", pins.lines(ws))
     if not [one for one in split_modes(modes) if one != "upstream"]:
         raise UsageError("no mode to compare with upstream", fix="pass --modes off,on")
-    options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=which == "gpu")
+    # Runs that came from a machine with a card are compared here without one.
+    on_card = which == "gpu" and results is None
+    options = Options(jobs, isolation, Limits(test_seconds, file_seconds), gpu=on_card)
     if results is not None and (not saved or len(names) != 1):
         raise UsageError("--results compares saved runs of one line", fix="add --saved and name the line")
     console, found = Console(stderr=as_json), list[tuple[Diff, tuple[Run, Run]]]()

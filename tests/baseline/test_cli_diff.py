@@ -62,6 +62,16 @@ def test_equal_runs_pass_and_what_is_missing_is_named_once(results: Path) -> Non
     assert report.count(said) == 1 and "2 SAME, 21 BROKEN_UPSTREAM" in report
 
 
+def test_runs_of_a_card_are_stored_where_there_is_none(results: Path) -> None:
+    """The documented command after a lease: it runs nothing, so how tests would be isolated here is no matter."""
+    for mode in ("upstream", "on"):
+        save(results, mode, {}, gpu={"name": "NVIDIA H200", "count": 1})
+    done = diff(results, "--set", "gpu", "--store")
+    assert done.returncode == 0, done.stderr
+    stored = json.loads((results / f"bench/results/upstream-tests/{LINE}-h200.json").read_text())
+    assert stored["diffs"]["on"]["counts"]["SAME"] == 2
+
+
 def test_a_regression_is_exit_code_7_with_reports_for_people_and_machines(results: Path) -> None:
     save(results, "upstream", {})
     save(results, "on", {"test_x": Node("crash", "SIGSEGV")})
