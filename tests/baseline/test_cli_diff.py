@@ -63,7 +63,7 @@ def test_equal_runs_pass_and_what_is_missing_is_named_once(results: Path) -> Non
 
 
 def test_runs_of_a_card_are_stored_where_there_is_none(results: Path) -> None:
-    """The documented command after a lease: it runs nothing, so how tests would be isolated here is no matter."""
+    """The documented command after a lease runs nothing: how tests would be isolated is no matter."""
     for mode in ("upstream", "on"):
         save(results, mode, {}, gpu={"name": "NVIDIA H200", "count": 1})
     done = diff(results, "--set", "gpu", "--store")
