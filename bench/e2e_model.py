@@ -58,6 +58,16 @@ WIDTHS: dict[str, Any] = {
 }
 
 
+def rope(tokens: int) -> dict[str, Any]:
+    """Return what a config needs for prompts of ``tokens`` tokens and 1024 more: upstream's rotary table has
+    factor times original_max_position_embeddings rows, 163840 in the released model, and is read beyond its
+    end without an error of its own."""
+    scaling = WIDTHS["rope_scaling"]
+    factor = max(scaling["factor"], -(-(tokens + 1024) // scaling["original_max_position_embeddings"]))
+    most = factor * scaling["original_max_position_embeddings"]
+    return {"rope_scaling": scaling | {"factor": factor}, "max_position_embeddings": most}
+
+
 def write_config(heads: int, index_heads: int, layers: int, overrides: dict[str, Any]) -> str:
     """Write config.json into a new folder and return the folder; all layers are dense."""
     config = WIDTHS | {

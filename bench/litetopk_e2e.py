@@ -86,14 +86,6 @@ def switch(engine: Engine, on: bool, min_keys: int | None) -> None:
     engine.llm.collective_rpc(set_in_worker, args=(setting,))
 
 
-def rope(tokens: int) -> dict[str, Any]:
-    """Let the positions reach the prompt's end: the released model's table holds 163840."""
-    scaling = e2e_model.WIDTHS["rope_scaling"]
-    factor = max(scaling["factor"], -(-(tokens + 1024) // scaling["original_max_position_embeddings"]))
-    most = factor * scaling["original_max_position_embeddings"]
-    return {"rope_scaling": scaling | {"factor": factor}, "max_position_embeddings": most}
-
-
 def tokens_of(outputs: list[Any]) -> list[list[int]]:
     return [list(output.outputs[0].token_ids) for output in outputs]
 
@@ -238,7 +230,7 @@ def main() -> int:
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    args.hf_config = rope(max(tokens for tokens, _ in args.tokens)) | args.hf_config
+    args.hf_config = e2e_model.rope(max(tokens for tokens, _ in args.tokens)) | args.hf_config
     args.llm = {"max_num_batched_tokens": args.chunk, "enable_prefix_caching": args.prefix_hits} | args.llm
     if args.mtp:
         args.hf_config = {"num_nextn_predict_layers": 1} | args.hf_config

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """One engine: reserved bytes after each step of the long prompt, all answers, what the feature did."""
     import torch
 
-    overrides = {"max_position_embeddings": args.tokens + 64} | args.hf_config
+    overrides = e2e_model.rope(args.tokens + 64) | args.hf_config
     options = {"max_num_batched_tokens": args.steps, "enable_chunked_prefill": True} | args.llm
     llm = e2e_model.make_engine(
         args.heads, args.index_heads, args.layers, args.tokens + 64, overrides, options

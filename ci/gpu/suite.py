@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
+import signal
 import sys
 import time
 from dataclasses import asdict
@@ -107,6 +108,8 @@ def main(argv: list[str] | None = None) -> int:
     except SuiteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    # `timeout` and a job's limit end the suite with this signal: the step's group must not outlive it.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))
     print(
         f"{machine.cards} x {machine.name}, vllm {machine.version}, torch {machine.torch}, "
         f"driver {machine.driver}"

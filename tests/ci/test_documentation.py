@@ -95,7 +95,7 @@ def test_an_offered_plot_is_drawn_once_there_are_rows(tmp_path: Path) -> None:
     assert sorted(shown) == sorted(names)
     assert [(x, row["ratio"]) for x, row in shown[names[0]]] == [(1, 1.01), (4, 1.04)]
     assert [x for x, _ in plots.points(found["litedsa-operator"], tmp_path)["8 heads"]] == [1.5, 2.0]
-    ((x, row),) = plots.points(found["logits_slab-operator"], tmp_path)["one buffer"]
+    ((x, row),) = plots.points(found["logits_slab-operator"], tmp_path)["steps of 8192"]
     assert x == 16384 and row["series_MiB"]["baseline"] == [3.0, 5.0]
     for plot in found.values():
         plots.draw(plot, tmp_path / plots.PLOTS_DIR / f"{plot.name}.svg", tmp_path)

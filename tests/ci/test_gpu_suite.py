@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -211,3 +215,44 @@ def test_without_torch_or_card_it_says_what_to_do(root: Path) -> None:
     assert done.returncode == 2 and "error: " in done.stderr and "fix: " in done.stderr
     listed = subprocess.run([*command, "--list"], env=env, capture_output=True, text=True, check=False)
     assert listed.returncode == 0 and "fused_q: " in listed.stdout
+
+
+def test_a_suite_that_is_ended_from_outside_ends_its_step(tmp_path: Path, root: Path) -> None:
+    """As `timeout` and a job's limit do it. What the step printed is shown."""
+    mark = tmp_path / "pid"
+    (tmp_path / "bench.py").write_text(
+        "import os, pathlib, time\n"
+        "print('the step began', flush=True)\n"
+        f"new = pathlib.Path({str(mark)!r} + '.new')\n"
+        f"new.write_text(str(os.getpid())); new.rename({str(mark)!r})\n"
+        "time.sleep(300)\n"
+    )
+    step = replace(STEP, tests=(), command="bench.py")
+    code = f"""
+import sys
+sys.path.insert(0, {str(root / "ci/gpu")!r})
+import steps, suite
+from pathlib import Path
+from catalog import Machine, Step
+steps.ROOT = suite.ROOT = Path({str(tmp_path)!r})
+suite.load = lambda: {{"demo": ("", [{step!r}])}}
+suite.look = lambda: {H200!r}
+sys.exit(suite.main([]))
+"""
+    child = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        while not mark.exists() and child.poll() is None:
+            time.sleep(0.05)
+        child.terminate()
+        said, _ = child.communicate(timeout=100)
+        assert "the step began" in said and "stopped from outside" in said, said
+        assert child.returncode == 1
+        with pytest.raises(ProcessLookupError):
+            os.kill(int(mark.read_text()), 0)
+    finally:
+        child.kill()
+        if mark.exists():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(mark.read_text()), signal.SIGKILL)

@@ -24,6 +24,14 @@ def engine(did: list[dict[str, Any]], *values: float, token: int = 7) -> dict[st
     return {"did": did, "answers": [{"token": token, "logprobs": {"7": value}} for value in values]}
 
 
+@pytest.mark.parametrize("tokens", [1, 163840 - 1024, 163840, 262144, 524288])
+def test_the_rotary_table_holds_every_position(bench: ModuleType, tokens: int) -> None:
+    config = bench.e2e_model.rope(tokens)
+    rows = config["rope_scaling"]["factor"] * config["rope_scaling"]["original_max_position_embeddings"]
+    assert config["max_position_embeddings"] == rows >= max(tokens + 1024, 163840)
+    assert (rows == 163840) == (tokens <= 163840 - 1024)
+
+
 def test_the_differences_are_those_to_the_other_and_of_the_baseline_with_itself(bench: ModuleType) -> None:
     found = bench.judged(engine([], -1.0, -2.0, -2.25), engine(ACTIVE, -1.5, -2.0, -2.0))
     assert found == {"largest_difference": 0.5, "largest_difference_of_baseline_with_itself": 0.25}
