@@ -262,6 +262,10 @@ def test_stored_diff_says_what_ran_and_what_differs() -> None:
     found = compare(one, two, exact=False, planned=["tests/a.py", "tests/b.py", "tests/c.py"])
     row = store.diff_row(found, two, "full", "c0ffee")
     assert row["files"] == "1 of 3" and row["unreached"] == ["tests/b.py", "tests/c.py"]
+    two.files["tests/d.py"] = FileRun(nodes={"tests/d.py": Node("not_run", "the time was used up")})
+    late = store.diff_row(found, two, "gpu", "c0ffee")
+    assert late["files"] == "1 of 4" and late["unreached"][0] == "tests/d.py"
+    del two.files["tests/d.py"]
     assert row["compared"] == 1 and row["counts"] == {"REGRESSION": 1, "NOT_COMPARED": 1, "SAMPLED": 1}
     assert row["differs"] == {"tests/a.py::x": "REGRESSION: passed / crash SIGSEGV"}
     assert row["ok"] is False and row["commit"] == "c0ffee" and row["set"] == "full" and "names" not in row

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vllm_series.baseline.diff import DOUBTFUL, Diff, Kind
-from vllm_series.baseline.outcome import BAD, Node, Run
+from vllm_series.baseline.outcome import BAD, NOT_RUN, Node, Run
 from vllm_series.errors import CheckFailed
 from vllm_series.workspace import Workspace
 
@@ -56,7 +56,12 @@ def diff_row(diff: Diff, patched: Run, which: str, commit: str) -> dict[str, Any
     """What is kept of a comparison: what ran, how much of the plan that is, and everything that differs."""
     counts = {kind: number for kind, number in diff.counts().items() if number}
     left = sum(counts.get(kind, 0) for kind in ("NOT_COMPARED", "SAMPLED"))
-    reached = len(patched.files)
+    late = [
+        name
+        for name, one in patched.files.items()
+        if one.nodes and all(node.outcome == NOT_RUN for node in one.nodes.values())
+    ]
+    reached, unreached = len(patched.files) - len(late), [*late, *diff.unreached]
     odd = {
         row.node: f"{row.kind}: {_brief(row.before)} / {_brief(row.after)}"
         for row in diff.rows
@@ -68,11 +73,11 @@ def diff_row(diff: Diff, patched: Run, which: str, commit: str) -> dict[str, Any
         "tree": patched.tree,
         "date": patched.date,
         "ok": not diff.failing(),
-        "files": f"{reached} of {reached + len(diff.unreached)}",
+        "files": f"{reached} of {reached + len(unreached)}",
         "compared": len(diff.rows) - left,
         "counts": counts,
         **({"differs": odd} if odd else {}),
-        **({"unreached": diff.unreached} if diff.unreached else {}),
+        **({"unreached": unreached} if unreached else {}),
         **({"names": list(patched.files)} if which == SELECTED else {}),
     }
 
