@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import tempfile
 import zlib
 from pathlib import Path
@@ -69,7 +71,11 @@ def rope(tokens: int) -> dict[str, Any]:
 
 
 def write_config(heads: int, index_heads: int, layers: int, overrides: dict[str, Any]) -> str:
-    """Write config.json into a new folder and return the folder; all layers are dense."""
+    """Write config.json into a folder and return the folder; all layers are dense.
+
+    The same settings give the same folder: its path is in the key of vLLM's compiled artifacts, so with a
+    new one an engine start could not load what an earlier one compiled.
+    """
     config = WIDTHS | {
         "num_attention_heads": heads,
         "num_key_value_heads": heads,
@@ -77,9 +83,17 @@ def write_config(heads: int, index_heads: int, layers: int, overrides: dict[str,
         "num_hidden_layers": layers,
         "first_k_dense_replace": layers,
     }
-    folder = tempfile.mkdtemp(prefix="e2e-model-")
-    Path(folder, "config.json").write_text(json.dumps(config | overrides))
-    return folder
+    text = json.dumps(config | overrides, sort_keys=True)
+    user = os.getuid()
+    folder = Path(tempfile.gettempdir(), f"e2e-model-{user}-{hashlib.sha256(text.encode()).hexdigest()[:16]}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    file = folder / "config.json"
+    if not file.is_file() or file.read_text() != text:
+        # Other engines may start at the same time.
+        with tempfile.NamedTemporaryFile("w", dir=folder, delete=False) as new:
+            new.write(text)
+        Path(new.name).replace(file)
+    return str(folder)
 
 
 def seed_weights(model: Any, _config: Any = None) -> None:
@@ -108,8 +122,6 @@ def make_engine(
     heads: int, index_heads: int, layers: int, max_len: int, overrides: dict, options: dict
 ) -> Any:
     """Start vLLM in this process on the seeded model."""
-    import os
-
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     from vllm import LLM
     from vllm.model_executor.model_loader.dummy_loader import DummyModelLoader

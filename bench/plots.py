@@ -94,7 +94,7 @@ OFFERED = (
         "overlap_compiled-decode",
         "overlap/0.28.0-h200.json",
         "decode graph of line 0.28.0 on an H200 with the indexer overlapped, against off (16 / 64 heads)",
-        DECODE,
+        DECODE.replace("wk|full", "wk|full|native"),
         "{mode}, context {ctx}",
         "sequences",
         metric="graph",

@@ -369,6 +369,20 @@ def test_prompts_differ_and_repeat(engine: ModuleType) -> None:
     assert len(engine.prompt(50, 3)["prompt_token_ids"]) == 50
 
 
+def test_the_same_model_is_the_same_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its path is in the key of vLLM's compiled artifacts; a new one would have each start compile anew."""
+    model = importlib.import_module("e2e_model")
+    monkeypatch.setattr(model.tempfile, "tempdir", str(tmp_path))
+    first = model.write_config(16, 64, 3, {"a": 1})
+    assert model.write_config(16, 64, 3, {"a": 1}) == first != model.write_config(16, 64, 3, {"a": 2})
+    file = Path(first, "config.json")
+    written = file.read_text()
+    assert json.loads(written)["num_attention_heads"] == 16 and json.loads(written)["a"] == 1
+    file.write_text(written[:20])  # of a start that was cut off
+    model.write_config(16, 64, 3, {"a": 1})
+    assert file.read_text() == written and list(Path(first).iterdir()) == [file]
+
+
 # --- two ranks
 
 

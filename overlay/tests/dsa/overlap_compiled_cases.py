@@ -232,7 +232,8 @@ def indexer_kernel(
     kv_cache[:tokens] = k
     logits = torch.einsum("thd,sd->ths", q_quant, kv_cache[:tokens]).relu()
     logits = torch.einsum("ths,th->ts", logits, weights)
-    future = torch.ones(tokens, tokens, dtype=torch.bool).triu(1)
+    # The test's default device does not hold within an op.
+    future = torch.ones(tokens, tokens, dtype=torch.bool, device=logits.device).triu(1)
     logits = logits.masked_fill(future, float("-inf"))
     scores, rows = logits.topk(min(TOPK, tokens), dim=-1)
     buffer[:tokens] = -1

@@ -784,3 +784,17 @@ def test_the_op_still_runs_at_once_without_a_runner(monkeypatch: pytest.MonkeyPa
         indexer_module, "dsa_runner", lambda op, args, kwargs: ("runner", op(*args, **kwargs))
     )
     assert wrapped(1, b=2) == ("runner", ((1,), {"b": 2}))
+
+
+def test_the_stand_in_for_the_indexer_stays_on_its_device():
+    """Its inputs are on a card in test_overlap_compiled_gpu.py; what it makes itself must be there too."""
+    tokens, like = 8, {"device": "meta"}
+    cache, k = (
+        torch.empty(cases.MAX_TOKENS, cases.INDEX_DIM, **like),
+        torch.empty(tokens, cases.INDEX_DIM, **like),
+    )
+    q = torch.empty(tokens, cases.INDEX_HEADS, cases.INDEX_DIM, **like)
+    weights = torch.empty(tokens, cases.INDEX_HEADS, **like)
+    buffer = torch.empty(cases.MAX_TOKENS, cases.TOPK, dtype=torch.int32, **like)
+    found = cases.indexer_kernel(k, "", cache, q, None, k, weights, *[None] * 6, buffer)
+    assert found is buffer
