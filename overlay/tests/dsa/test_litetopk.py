@@ -103,7 +103,8 @@ def test_a_plan_of_nothing_is_an_error(sizes: tuple[int, int, int]) -> None:
 
 def test_worthwhile_is_what_was_measured() -> None:
     yes = dispatch.worthwhile
-    assert yes(8, 1 << 17) and not yes(8, (1 << 17) - 1)
-    assert yes(512, 1 << 20) and not yes(512, 1 << 19)
-    assert yes(8192, 1 << 18) and not yes(8192, 1 << 17)
-    assert yes(8000, 1 << 18) and not yes(7000, 1 << 18)  # a full chunk beside some decodes
+    assert yes(8, 1 << 15) and not yes(8, (1 << 15) - 1)
+    assert yes(512, 1 << 18) and not yes(512, 1 << 17)
+    assert yes(4096, 1 << 17) and not yes(4096, 1 << 16)
+    assert yes(8192, 1 << 16) and not yes(8192, 1 << 15)
+    assert yes(8000, 1 << 16) and not yes(7000, 1 << 16)  # a full chunk beside some decodes

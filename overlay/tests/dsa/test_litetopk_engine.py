@@ -164,8 +164,11 @@ def test_every_row_is_planned_once_and_declined_rows_as_upstream(builder, monkey
         rows = rows_of(ours, starts)
         assert sorted(rows) == rows and rows[0][0] == starts[decodes] and rows[-1][1] == starts[-1]
         assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
+        alone = {spec.start for spec, _ in specs if spec.stop - spec.start == 1}
         fused = {
-            r for r in range(decodes, len(queries)) if always or dispatch.worthwhile(queries[r], keys[r])
+            r
+            for r in range(decodes, len(queries))
+            if always or (r in alone and dispatch.worthwhile(queries[r], keys[r]))
         }
         assert ours.fused == {(starts[r], starts[r + 1]) for r in fused}
         for spec, (start, end) in zip(ours, rows, strict=True):
@@ -201,6 +204,20 @@ def test_a_request_of_a_million_keys_is_one_chunk(builder):
         {"feature": "litetopk", "outcome": "active", "reason": "", "count": 1},
         {"feature": "litetopk", "outcome": "fused", "reason": "", "count": 1},
     ]
+
+
+def test_requests_that_share_a_chunk_stay_in_it(builder, monkeypatch):
+    """One launch for each would be slower than upstream's one for all of them; alone each is fused."""
+    specs, ours, _ = planned(builder, [8] * 4, [40000] * 4, 0)
+    assert len(specs) == 1 and ours == specs and ours.fused == frozenset()
+    assert counters.snapshot("litetopk") == [
+        {"feature": "litetopk", "outcome": "declined", "reason": dispatch.SHARED, "count": 4}
+    ]
+    assert planned(builder, [8], [40000], 0)[1].fused == {(0, 8)}
+    # A long one, which the budget gives chunks of its own, is fused beside short ones that are not.
+    assert planned(builder, [8, 8, 8192], [40000, 40000, 1 << 18], 0)[1].fused == {(16, 8208)}
+    monkeypatch.setenv("VLLM_LITETOPK_DISPATCH", "always")
+    assert len(planned(builder, [8] * 4, [40000] * 4, 0)[1].fused) == 4
 
 
 def test_sizes_that_decline_are_counted_by_reason(builder, monkeypatch):
@@ -300,10 +317,10 @@ def test_all_shares_of_a_request_must_be_worth_it():
     assert dispatch.shares(0, 100, None) == [100]
     assert dispatch.shares(0, 100, [50, 30, 40]) == [50, 30, 20]
     assert dispatch.shares(60, 70, [50, 30, 40]) == [10]
-    assert dispatch.why_not([8192, 7168], 1 << 18, 2048, measured) == ""
+    assert dispatch.why_not([8192, 7168], 1 << 17, 2048, measured) == ""
     # One rank has so few rows of it that upstream's path is faster there.
-    assert dispatch.why_not([8192, 1000], 1 << 18, 2048, measured) == dispatch.SMALL
-    assert dispatch.why_not([8192, 60], 1 << 18, 2048, measured) == ""
+    assert dispatch.why_not([8192, 1000], 1 << 17, 2048, measured) == dispatch.SMALL
+    assert dispatch.why_not([8192, 60], 1 << 17, 2048, measured) == ""
     assert "was not measured" in dispatch.why_not([8192], 1 << 20, 512, measured)
 
 
@@ -315,10 +332,10 @@ def test_a_step_that_tensor_parallel_ranks_share(builder, monkeypatch):
     config.attention_config.indexer_tp_shard_min_rows = 4096
     builder = batches.make_builder(config)
     monkeypatch.setattr(indexer, "tp_prefill_row_sharding_supported", lambda *arguments: True)
-    assert planned(builder, [8192], [1 << 19], 0)[1].fused == frozenset()  # about 1000 rows each
-    assert planned(builder, [8192], [1 << 20], 0)[1].fused == {(0, 8192)}
+    assert planned(builder, [8192], [1 << 17], 0)[1].fused == frozenset()  # about 1000 rows each
+    assert planned(builder, [8192], [1 << 18], 0)[1].fused == {(0, 8192)}
     monkeypatch.setattr(indexer, "tp_prefill_row_sharding_supported", lambda *arguments: False)
-    assert planned(builder, [8192], [1 << 19], 0)[1].fused == {(0, 8192)}
+    assert planned(builder, [8192], [1 << 17], 0)[1].fused == {(0, 8192)}
 
 
 def test_controls_are_checked_only_when_on(monkeypatch):

@@ -3,8 +3,9 @@
 
 `plan_chunks` decides for each request, from the configuration and host data alone, so alike on all ranks. A
 request that is worth it becomes one chunk of its own, which the logits budget does not cut, because no logits
-are written; all others keep the chunks that upstream planned. `run_chunks` runs the planned ones. Should one
-turn out not to fit the kernel after all, it is cut as upstream would have cut it and takes upstream's path.
+are written; all others keep the chunks that upstream planned. By the table only a request that upstream's
+chunks hold alone is worth it. `run_chunks` runs the planned ones. Should one turn out not to fit the kernel
+after all, it is cut as upstream would have cut it and takes upstream's path.
 """
 
 from __future__ import annotations
@@ -66,6 +67,10 @@ def plan_chunks(
             )
             for r in requests
         }
+        if not asked.always:  # measured with one request per chunk
+            groups = (range(spec.start, spec.stop) for spec, _ in specs)
+            shared = {r for group in groups if len(group) > 1 for r in group}
+            reasons |= {r: dispatch.SHARED for r in shared if not reasons[r]}
         if not all(reasons.values()):  # the check may cost a second: only before the first use
             reason = ready.why_not(eligible.indexer(builder.vllm_config), builder.device)
     if reason:
