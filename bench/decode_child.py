@@ -88,36 +88,17 @@ def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str
     finish(result, args.child)
 
 
-def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> str:
-    """Let ``auto`` of this process know the rows made of ``found``.
-
-    Returns:
-        The order in which it records ``full``: the best in the median of all points, "" for the default.
-    """
-    import statistics
-    from collections import defaultdict
-
+def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
+    """Let ``auto`` of this process know the rows made of ``found``."""
     import e2e_decode
     import overlap_table
     from vllm.dsa.overlap import auto, measured
 
-    rows = [row for row in e2e_decode.time_rows(args, found) if row["metric"] == "graph"]
-    gains: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        gains[overlap_table.CASE.fullmatch(row["case"])["mode"]].append(row["ratio"])
-    names = [mode for mode in gains if mode.startswith("full")]
-    best = max(names, key=lambda mode: statistics.median(gains[mode]), default="full")
-    named = [row for row in rows if "mode=full" not in row["case"]]
-    named += [
-        row | {"case": row["case"].replace(f"mode={best} ", "mode=full ")}
-        for row in rows
-        if f"mode={best} " in row["case"]
-    ]
     card = auto.card_slug(found["off"][0]["card"])
-    made = overlap_table.entries(overlap_table.collect([(args.line, card, named)]))
+    rows = e2e_decode.time_rows(args, found)
+    made = overlap_table.entries(overlap_table.collect([(args.line, card, rows)]))
     measured.MEASURED = tuple(auto.Entry(*key, tuple(points)) for key, points in made)
-    print(f"auto: order {best}, {measured.MEASURED}", flush=True)
-    return "" if best == "full" else best
+    print(f"auto: {measured.MEASURED}", flush=True)
 
 
 def profiled(args: argparse.Namespace, batch: int) -> bool:
@@ -153,10 +134,10 @@ def time_in_turn(
     turns = [(mode, number) for number in range(args.rounds) for mode in fixed[:: 1 - 2 * (number % 2)]]
     results: dict[tuple[str, int], dict[str, Any]] = {}
 
-    def capture(mode: str, number: int, **more: Any) -> None:
-        captured = modes.capture(f"{mode} {number}", mode, **more)
+    def capture(mode: str, number: int) -> None:
+        captured = modes.capture(f"{mode} {number}", mode)
         own = {"points": {}, "graph_MiB": [captured["graph_MiB"]], "forks_of_capture": captured["forks"]}
-        results[mode, number] = about_engine | own | more
+        results[mode, number] = about_engine | own
 
     for mode, number in turns:
         capture(mode, number)
@@ -174,9 +155,9 @@ def time_in_turn(
         print(f"time {point} done", flush=True)
     if "auto" in args.modes:
         # It knows what was just measured, and then takes the place of every mode once more.
-        order = teach(args, {mode: [results[mode, n] for n in range(args.rounds)] for mode in fixed})
+        teach(args, {mode: [results[mode, n] for n in range(args.rounds)] for mode in fixed})
         for number in range(args.rounds):
-            capture("auto", number, order=order)
+            capture("auto", number)
         for batch, context in plan.points:
             for number in range(args.rounds):
                 modes.use(f"auto {number}")

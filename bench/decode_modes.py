@@ -16,18 +16,8 @@ from typing import Any
 LATE = ("main-before", "main-after", "side-begin", "side-end")
 DELAY = 2_000_000
 
-#: Orders of ``full`` to compare with the one that users get: arguments of vllm.dsa.overlap.schedule.Order.
-ORDERS: dict[str, dict[str, Any]] = {
-    "full.query": {"wk": "never"},
-    "full.first": {"wk": "never", "first": True},
-    "full.late": {"wk": "never", "query_on_main": True},
-    "full.high": {"wk": "never", "query_on_main": True, "priority": -1},
-    "full.wk": {"wk": "first", "query_on_main": True},
-    "full.key": {"wk": "key", "query_on_main": True},
-}
 
-
-def late_lane(where: str, priority: int = 0) -> Any:
+def late_lane(where: str) -> Any:
     """A lane of which one branch is late, so that a missing wait shows."""
     import torch
     from vllm.dsa.overlap.schedule import _side_stream
@@ -52,7 +42,7 @@ def late_lane(where: str, priority: int = 0) -> Any:
 
             return super().side(delayed, *args, **kwargs)
 
-    return Late(_side_stream(priority))
+    return Late(_side_stream())
 
 
 class Modes:
@@ -74,14 +64,13 @@ class Modes:
             raise RuntimeError("no layer of this model calls vllm.dsa.overlap.schedule")
         self._sets: dict[str, tuple[list[Any], list[tuple[dict[Any, Any], dict[Any, Any]]]]] = {}
 
-    def capture(self, name: str, mode: str, late: str = "", order: str = "") -> dict[str, Any]:
+    def capture(self, name: str, mode: str, late: str = "") -> dict[str, Any]:
         """Build the overlap of all layers for ``mode``, capture all graphs again, and use them.
 
         Args:
             name: of this set.
-            mode: one of ``VLLM_INDEXER_OVERLAP``, or a key of `ORDERS`.
+            mode: one of ``VLLM_INDEXER_OVERLAP``.
             late: which branch is held up, see `LATE`.
-            order: a key of `ORDERS` for ``auto``.
 
         Returns:
             ``graph_MiB`` (memory taken by the capture) and ``forks`` (what the capture decided, by reason).
@@ -90,18 +79,17 @@ class Modes:
         import vllm.envs as envs
         from vllm.config import set_current_vllm_config
         from vllm.dsa import counters
-        from vllm.dsa.overlap.schedule import Order, make_overlap
+        from vllm.dsa.overlap.schedule import make_overlap
 
-        os.environ["VLLM_INDEXER_OVERLAP"] = mode.partition(".")[0]
-        made = Order(**ORDERS.get(order or mode, {}))
+        os.environ["VLLM_INDEXER_OVERLAP"] = mode
         cached = envs._is_envs_cache_enabled()
         envs.disable_envs_cache()
-        overlaps = [make_overlap(layer, self.runner.vllm_config, made) for layer in self.layers]
+        overlaps = [make_overlap(layer, self.runner.vllm_config) for layer in self.layers]
         if cached:
             envs.enable_envs_cache()
         if late:
             for overlap in overlaps:
-                overlap._lane = late_lane(late, made.priority)
+                overlap._lane = late_lane(late)
         self._sets[name] = (overlaps, [({}, {}) for _ in self.managers])
         self.use(name)
         pool = torch.cuda.graph_pool_handle()

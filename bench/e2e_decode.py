@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import decode_modes
 import e2e_prefill
 
-MODES = ("off", "wk", "full", "native", "auto", *decode_modes.ORDERS)
+MODES = ("off", "wk", "full", "native", "auto")
 #: Context of --long-batch, tokens of a cache block, and (batch, context) of the points of a check.
 LONG = 131072
 BLOCK = 64

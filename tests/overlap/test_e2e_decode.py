@@ -174,8 +174,8 @@ class Turns:
         self.log: list[str] = []
         self.mode = ""
 
-    def capture(self, name: str, mode: str, late: str = "", order: str = "") -> dict[str, Any]:
-        self.log.append(f"capture {name} {mode} {late or order}".rstrip())
+    def capture(self, name: str, mode: str, late: str = "") -> dict[str, Any]:
+        self.log.append(f"capture {name} {mode} {late}".rstrip())
         self.use(name)
         return {"graph_MiB": 7.0, "forks": []}
 
@@ -185,7 +185,6 @@ class Turns:
     def time(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         self.log.append(f"time {self.mode} {batch} {context}")
         took = 90.0 if "full" in self.mode else 100.0
-        took -= 20.0 if "late" in self.mode else 0.0
         return {"graph_us": [took], "step_us": 500.0, "steps": steps}
 
     def profile(self, batch: int, context: int, steps: int) -> dict[str, Any]:
@@ -242,17 +241,17 @@ def test_modes_take_turns_in_one_engine(
 def test_auto_takes_its_turn_when_the_rest_is_measured(
     decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It knows what the same engine measured, and records full in the order that was best."""
+    """It knows what the same engine measured."""
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(BENCH.parent / "overlay"))
     auto, measured = (importlib.import_module(f"vllm.dsa.overlap.{name}") for name in ("auto", "measured"))
     monkeypatch.setattr(measured, "MEASURED", ())
     command = ["time", "--in-process", "--batch", "1,4", "--context", "4096,8192,32768", "--long-batch", ""]
-    command += ["--modes", "off,full,full.late,auto", "--profile", "0", "--raw", str(tmp_path)]
+    command += ["--modes", "off,full,auto", "--profile", "0", "--raw", str(tmp_path)]
     args, turns = in_turn(decode, monkeypatch, command)
-    begin = turns.log.index("capture auto 0 auto full.late")
-    assert turns.log[begin + 1] == "capture auto 1 auto full.late"
+    begin = turns.log.index("capture auto 0 auto")
+    assert turns.log[begin + 1] == "capture auto 1 auto"
     assert len(turns.log) == begin + 2 + 2 * 6 and not any("auto" in line for line in turns.log[:begin])
     known = auto.Entry("0.33.0", "h200", 16, 64, "FULL", ((1, "full"), (4, "full")))
     assert (known,) == measured.MEASURED
@@ -262,18 +261,18 @@ def test_auto_takes_its_turn_when_the_rest_is_measured(
         del sys.modules[name]
 
 
-def test_an_order_is_a_mode_of_its_own_and_nothing_auto_would_choose(
+def test_rows_of_an_order_that_is_gone_are_nothing_auto_would_choose(
     decode: ModuleType, tmp_path: Path
 ) -> None:
     table = importlib.import_module("overlap_table")
-    args = arguments(decode, tmp_path, "--modes", "off,full.late")
+    args = arguments(decode, tmp_path, "--modes", "off,full.old")
     timings = {f"B=4 ctx={context}": timed(100) for context in (4096, 8192, 32768)}
     faster = {point: timed(60) for point in timings}
     args.context = [4096, 8192, 32768]
-    rows = decode.time_rows(args, {"off": [start(timings)], "full.late": [start(faster)]})
+    rows = decode.time_rows(args, {"off": [start(timings)], "full.old": [start(faster)]})
     found = table.collect([("0.33.0", "h200", rows)])
     (points,) = found.values()
-    assert points[4].choice() == "off" and "full.late" in table.reasons(found)
+    assert points[4].choice() == "off" and "full.old" in table.reasons(found)
 
 
 def test_where_off_differs_from_itself_a_mode_has_to_agree_with_one_of_its_passes(

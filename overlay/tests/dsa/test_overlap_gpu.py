@@ -30,17 +30,7 @@ from vllm.v1.worker import workspace
 from .overlap.gpu_layer import Model
 
 ATTENTION = Path(find_spec("vllm.models.deepseek_v32.attention").origin)
-#: Orders of ``full`` that users do not get: for measurements, which are worth something only with equal bits.
-ORDERS = {
-    "full.query": schedule.Order(wk="never"),
-    "full.first": schedule.Order(wk="never", first=True),
-    "full.late": schedule.Order(wk="never", query_on_main=True),
-    "full.high": schedule.Order(wk="never", query_on_main=True, priority=-1),
-    "full.wk": schedule.Order(wk="first", query_on_main=True),
-    "full.all": schedule.Order(wk="first", query_on_main=True, first=True, priority=-1),
-    "full.key": schedule.Order(wk="key", query_on_main=True),
-}
-MODES = ("off", "wk", "full", *ORDERS)
+MODES = ("off", "wk", "full")
 CONTEXT = 8192
 #: Clock cycles of a delay: some 5 ms, far more than three layers take.
 DELAY = 10_000_000
@@ -63,10 +53,10 @@ def scratch():
 
 
 def build(monkeypatch, mode: str, tokens: int, **options) -> Model:
-    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", mode.partition(".")[0])
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", mode)
     model = Model(tokens, options.pop("context", CONTEXT), **options)
     for layer in model.layers:
-        layer._indexer_overlap = schedule.make_overlap(layer, CONFIG, ORDERS.get(mode, schedule.Order()))
+        layer._indexer_overlap = schedule.make_overlap(layer, CONFIG)
     assert (model.layers[0]._indexer_overlap is None) is (mode == "off")
     return model
 
@@ -126,7 +116,7 @@ def test_eager_gives_the_same_bits(monkeypatch, where, tokens):
             hold_up(patch, where)
             with override_forward_context(model.context):
                 results[mode] = [model(model.hidden(seed)).clone() for seed in range(3)]
-            assert forks() == ({} if mode == "off" else {mode.partition(".")[0]: 9})
+            assert forks() == ({} if mode == "off" else {mode: 9})
     check(results)
 
 

@@ -269,6 +269,21 @@ def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
     assert counted("serial") == {"auto": 2}
 
 
+@pytest.mark.parametrize("what", ["speculative decoding", "decode context parallelism"])
+def test_auto_takes_an_engine_of_another_kind_for_unmeasured(monkeypatch, what):
+    monkeypatch.setattr(measured, "MEASURED", (entry(),))
+    dcp = {"decode_context_parallel_size": 2} if what == "decode context parallelism" else {}
+    model = Model(monkeypatch, parallel=dcp)
+    if not dcp:
+        model.config.speculative_config = object()
+    assert feature.probe(model.config) == features.Status(
+        features.State.OFF, f"auto acts as off: not measured with {what}"
+    )
+    assert [schedule.make_overlap(layer, model.config) for layer in model.layers] == [None] * 3
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    assert schedule.make_overlap(model.layers[0], model.config) is not None
+
+
 def test_the_names_of_cards():
     assert auto.card_slug("NVIDIA H200") == "h200"
     assert auto.card_slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
@@ -288,7 +303,7 @@ def test_the_names_of_cards():
     ],
 )
 def test_kernels_that_share_scratch_memory_keep_full_from_forking(monkeypatch, kernel, shared):
-    """q_b_proj and wq_b run at the same time; Marlin's locks, for example, are one buffer for both."""
+    """Both run beside a side branch; Marlin's locks, for example, are one buffer for all layers."""
     import vllm.model_executor.kernels.linear as linear
 
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.dsa.overlap.mode import Mode
 
@@ -66,6 +67,22 @@ def has_card(line: str, card: str) -> bool:
     from vllm.dsa.overlap.measured import MEASURED
 
     return any((entry.line, entry.card) == (line, card) for entry in MEASURED)
+
+
+def unmeasured(config: Any | None) -> str | None:
+    """Why no stored measurement is of an engine like this one, whatever its card; None where one may be.
+
+    Args:
+        config: a VllmConfig, or None where there is no engine.
+    """
+    if config is None:
+        return None
+    if getattr(config, "speculative_config", None) is not None:
+        return "auto acts as off: not measured with speculative decoding"
+    parallel = getattr(config, "parallel_config", None)
+    if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        return "auto acts as off: not measured with decode context parallelism"
+    return None
 
 
 def no_measurement(card: str) -> str:

@@ -48,6 +48,9 @@ def probe(config: Any | None) -> Status:
         card = card_here()
         if not auto.has_card(provenance.read().line, card):
             return Status(State.OFF, auto.no_measurement(card))
+        unmeasured = auto.unmeasured(config)
+        if unmeasured is not None:
+            return Status(State.OFF, unmeasured)
     return Status(State.ACTIVE, f"mode {request.mode}")
 
 

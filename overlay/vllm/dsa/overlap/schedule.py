@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The overlap of line 0.33.0: what ``DeepseekV32Attention`` calls, two forks per layer that has an indexer.
 
-- F1: the side stream runs ``wk_weights_proj`` beside the main one's ``fused_qkv_a_proj``, joined before the
-  fused norms.
-- F2: the side stream runs ``wq_b``, the packing of the indexer's query, scoring, top-k and
+- F1: the side stream runs ``wk_weights_proj`` beside the main one's ``fused_qkv_a_proj``. In mode ``wk`` it
+  is joined before the fused norms. In mode ``full`` the side also norms and stores the indexer's key, beside
+  the main stream's norms and ``wq_b``, and is joined before F2 forks.
+- F2: the side stream runs the packing of the indexer's query, scoring, top-k and
   ``record_logical_topk_ready`` beside the main stream's ``q_b_proj``, W_UK product and packing of the MLA
   query, joined before attention.
 
@@ -14,8 +15,6 @@ and the first half of ``_sparse_indexer_and_attn`` scores and selects. At most t
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,33 +27,12 @@ from vllm.forward_context import get_forward_context
 NAME = "overlap"
 
 
-@dataclass(frozen=True)
-class Order:
-    """In which order ``full`` records its branches. Users get the default, bench/decode_modes.py compares.
-
-    Attributes:
-        wk: when F1's side branch is recorded: ``last`` (before its join), ``first`` (before the main branch),
-            or ``never``: no F1, the projection runs on the main stream. ``key`` also norms the indexer's key
-            on the side and joins later, before F2 forks. Mode ``wk`` always records it last.
-        first: whether F2's side branch is recorded before its main branch.
-        query_on_main: whether ``wq_b`` runs on the main stream before F2 forks, so that no two GEMMs of F2
-            run at the same time.
-        priority: of the side stream; a negative one goes before the main stream.
-    """
-
-    wk: str = "last"
-    first: bool = False
-    query_on_main: bool = False
-    priority: int = 0
-
-
-def make_overlap(layer: Any, config: Any, order: Order = Order()) -> LayerOverlap | None:
+def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
     """Return the overlap of a layer, or None where the layer never forks: it then runs upstream's code as is.
 
     Args:
         layer: a ``DeepseekV32Attention`` at the end of its constructor.
         config: the engine's VllmConfig.
-        order: of what ``full`` records.
     """
     mode = requested().mode
     if mode is Mode.OFF or layer.indexer is None:
@@ -62,29 +40,30 @@ def make_overlap(layer: Any, config: Any, order: Order = Order()) -> LayerOverla
     if mode is Mode.NATIVE:
         log.info_once(f"{NAME}:native", "vllm.dsa %s: %s", NAME, feature.NATIVE_IS_OFF)
         return None
-    if mode is Mode.AUTO and not auto.has_card(provenance.read().line, feature.card_here()):
+    if mode is Mode.AUTO and not _measured(config):
         return None  # the state of the feature says so, at start-up and in info()
     reason = gates.config_reason(config)
     if reason is not None:
         features.report_declined(NAME, reason)
         return None
-    return LayerOverlap(layer, config, mode, order)
+    return LayerOverlap(layer, config, mode)
+
+
+def _measured(config: Any) -> bool:
+    return auto.has_card(provenance.read().line, feature.card_here()) and auto.unmeasured(config) is None
 
 
 class LayerOverlap:
     """The forks of one layer. `begin` decides once per pass of the layer; both forks follow that decision."""
 
-    def __init__(self, layer: Any, config: Any, mode: Mode, order: Order) -> None:
+    def __init__(self, layer: Any, config: Any, mode: Mode) -> None:
         self.layer = layer
         self.config = config
         self.mode = mode
-        self.order = order
         self._lane: Lane | None = None
         self._full = False  # whether this pass forks F2 too
-        self._wk = "last"  # when this pass records F1's side branch
-        self._projected: tuple[torch.Tensor, Any] | None = None  # its result, where that was first
         self._positions: torch.Tensor | None = None  # of this pass
-        self._held: tuple[Any, ...] = ()  # what F2's side branch reads, until the join
+        self._held: tuple[Any, ...] = ()  # what a side branch reads and makes, until its join
         self._full_reason: str | None = None  # why this layer never forks F2
         self._looked = False  # whether _full_reason was looked for: weights are loaded after the constructor
         self._entries: dict[str, auto.Entry | None] = {}
@@ -92,7 +71,7 @@ class LayerOverlap:
     @property
     def key_on_side(self) -> bool:
         """Whether this pass norms and stores the indexer's key on the side stream."""
-        return self._wk == "key"
+        return self._full
 
     def begin(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> LayerOverlap | None:
         """Decide on this pass, from host data alone, and fork F1. None: run this pass as upstream does.
@@ -113,30 +92,21 @@ class LayerOverlap:
             counters.count(NAME, "serial", "auto")
             return None
         if self._lane is None:
-            self._lane = Lane(_side_stream(self.order.priority))
+            self._lane = Lane(_side_stream())
             features.report_active(NAME, mode.value)
         counters.count(NAME, "forked", mode.value)
         self._full = mode is Mode.FULL
-        self._wk = self.order.wk if self._full else "last"
-        if self._lane.pending:  # a main branch raised after its side branch was recorded first
+        if self._lane.pending:  # the main stream raised between F1's side branch and its join in F2
             self._lane.join()
-        self._held, self._projected, self._positions = (), None, positions
-        if self._wk != "never":
-            self._lane.fork()
-        if self._wk == "first":
-            self._projected = self._lane.side(self.layer.indexer.wk_weights_proj, hidden_states)
+        self._held, self._positions = (), positions
+        self._lane.fork()
         return self
 
     def wk_weights_proj(self, hidden_states: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Side branch of F1, and its join. Same arguments and result as the indexer's projection."""
+        """Side branch of F1; also its join, unless `key_on_side`. As the indexer's projection otherwise."""
         assert self._lane is not None
         result: tuple[torch.Tensor, Any]
-        if self._wk == "never":
-            result = self.layer.indexer.wk_weights_proj(hidden_states)
-        elif self._projected is not None:
-            result, self._projected = self._projected, None
-            self._lane.join()
-        elif self._wk == "key":
+        if self._full:
             result = self._lane.side(self._project_key, hidden_states, self._positions)
             self._held = (hidden_states, result)
         else:
@@ -188,7 +158,9 @@ class LayerOverlap:
         softmax_scale: float,
         head_scale: float,
     ) -> bool:
-        """Fork F2 if this pass has it, and say whether. All that the indexer reads is recorded by now.
+        """Project the indexer's query, join F1 and fork F2, if this pass has it, and say whether.
+
+        All that the indexer reads is recorded by then.
 
         Args:
             positions: [tokens] int64.
@@ -200,17 +172,16 @@ class LayerOverlap:
         if not self._full:
             return False
         assert self._lane is not None
-        query = self.layer.indexer.wq_b(q_c)[0] if self.order.query_on_main else None
-        if self._wk == "key":
+        try:
+            query = self.layer.indexer.wq_b(q_c)[0]  # here, so that no two GEMMs of F2 run at the same time
+        finally:
             self._lane.join()
         self._lane.fork()
         self._held = (positions, q_c, query, index_weights, softmax_scale, head_scale)
-        if self.order.first:
-            self._lane.side(self._indexer, *self._held)
         return True
 
     def join_indexer(self) -> str | None:
-        """Side branch of F2, unless it was recorded first, and its join.
+        """Side branch of F2, and its join.
 
         Returns:
             What ``_sparse_indexer_and_attn`` has left to do: ``"attention"``, or None for both halves.
@@ -218,10 +189,7 @@ class LayerOverlap:
         if not self._full:
             return None
         assert self._lane is not None
-        if self.order.first:
-            self._lane.join()
-        else:
-            self._lane.run(self._indexer, *self._held)
+        self._lane.run(self._indexer, *self._held)
         self._held = ()
         return "attention"
 
@@ -229,7 +197,7 @@ class LayerOverlap:
         self,
         positions: torch.Tensor,
         q_c: torch.Tensor,
-        query: torch.Tensor | None,
+        query: torch.Tensor,
         index_weights: torch.Tensor,
         softmax_scale: float,
         head_scale: float,
@@ -237,7 +205,6 @@ class LayerOverlap:
         from vllm.models.deepseek_v32.common.kernels import fused_q
 
         layer, indexer = self.layer, self.layer.indexer
-        query = indexer.wq_b(q_c)[0] if query is None else query
         index_q = query.view(-1, indexer.n_head, indexer.head_dim)
         mqa_cache = layer.rotary_emb.cos_sin_cache
         no_heads = index_q[:, :0]  # an MLA query of no heads: the kernel's other roles have nothing to do
@@ -299,14 +266,8 @@ class LayerOverlap:
         return Mode.OFF if entry is None else entry.mode(tokens)
 
 
-def _side_stream(priority: int = 0) -> Any:
+def _side_stream() -> Any:
     """vLLM's one auxiliary stream, of default priority; its other users join within their layer as we do."""
     from vllm.utils.torch_utils import aux_stream
 
-    return _stream_of(priority) if priority else aux_stream()
-
-
-@functools.cache
-def _stream_of(priority: int) -> Any:
-    """The one side stream of another priority."""
-    return torch.cuda.Stream(priority=priority)
+    return aux_stream()

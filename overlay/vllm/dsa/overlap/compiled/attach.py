@@ -94,6 +94,8 @@ def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
 
     full = config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
     line = provenance.read().line
+    if auto.unmeasured(config) is not None:
+        return None
     return auto.find(line, card_here(), wrapper.num_heads, wrapper.indexer.n_head, "FULL" if full else "NONE")
 
 
