@@ -46,14 +46,25 @@ def test_selections(program: Path, selection: str) -> None:
     assert emulate(program, "bf16", heads, selection, 70, lazy, heads).startswith("ok:")
 
 
-@pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("kind", ["bf16", "fp8", "ranges"])
-@pytest.mark.parametrize("heads", HEADS)
-def test_formats(program: Path, heads: int, kind: str, lazy: bool) -> None:
+@pytest.mark.parametrize(
+    ("kind", "heads", "lazy"),
+    [
+        *(("bf16", 8, True), ("bf16", 32, False)),
+        *(("fp8", 8, False), ("fp8", 16, True), ("fp8", 32, True)),
+        *(("ranges", 8, True), ("ranges", 16, False), ("ranges", 32, True)),
+    ],
+)
+def test_formats(program: Path, kind: str, heads: int, lazy: bool) -> None:
     assert emulate(program, kind, heads, "random", 65, lazy, heads + lazy).startswith("ok:")
 
 
-@pytest.mark.parametrize("k", [1, 2, 63, 64, 128])
+def test_the_log_sum_exp_does_not_drift_with_the_tiles(program: Path) -> None:
+    """Sums are left alone while no tile raises the maximum: a decay near 1 gave 4e-7 here, 1e-5 on a card."""
+    said = emulate(program, "bf16", 8, "disjoint", 300, False, 8)
+    assert said.startswith("ok:") and float(said.split()[-1]) <= 2e-7, said
+
+
+@pytest.mark.parametrize("k", [1, 63, 64])
 def test_lengths_around_a_tile(program: Path, k: int) -> None:
     assert emulate(program, "bf16", 32, "identical", k, True, k).startswith("ok:")
 

@@ -202,7 +202,8 @@ __device__ __forceinline__ void score(const AttendParams& p, AttendShared<kBlock
       best = fmaxf(best, __shfl_xor_sync(~0u, best, 2));
       const float now = fmaxf(top[r], best);
       const float shift = now == -INFINITY ? 0.0f : now * factor;  // no key so far: every weight is exp2(-inf - 0) = 0
-      decay[r] = ptx::exp2_approx(__fmaf_rn(top[r], factor, -shift));
+      // Exactly 1 while the largest score stays: what rounding the shift leaves would be taken again in each of up to 256 tiles.
+      decay[r] = now == top[r] ? 1.0f : ptx::exp2_approx(__fmaf_rn(top[r], factor, -shift));
       top[r] = now;
       float added = 0.0f;
 #pragma unroll

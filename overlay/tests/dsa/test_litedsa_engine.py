@@ -287,11 +287,11 @@ def test_the_self_check_runs_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [(8, False), (8, True)]
 
 
-def test_the_state_says_that_no_card_has_run_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_state_follows_the_switch_and_the_card(monkeypatch: pytest.MonkeyPatch) -> None:
     assert feature.hooked()
-    assert str(features.status(feature.FEATURE)) == "off (VLLM_LITEDSA=0; not yet run on a GPU)"
+    assert str(features.status(feature.FEATURE)) == "off (VLLM_LITEDSA=0)"
     monkeypatch.setenv("VLLM_LITEDSA", "1")
-    assert str(features.status(feature.FEATURE)).endswith("on a rank; not yet run on a GPU)")
+    assert str(features.status(feature.FEATURE)) == "active (prefills with 8, 16 or 32 heads on a rank)"
     monkeypatch.setattr(engine, "capability", lambda: (10, 0))
     status = features.status(feature.FEATURE)
     assert status.state is State.DECLINED and "9.0" in status.reason
@@ -300,7 +300,9 @@ def test_the_state_says_that_no_card_has_run_it(monkeypatch: pytest.MonkeyPatch)
 def test_without_a_hook_it_is_not_claimed(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not feature.hooked(tmp_path)
     monkeypatch.setattr(feature, "hooked", lambda: False)
-    assert str(feature.probe(None)) == "unavailable (operator only, not yet run on a GPU)"
+    assert str(feature.probe(None)) == (
+        "unavailable (operator only: the patches of this build do not call it)"
+    )
 
 
 def test_the_sizes_are_those_of_the_models() -> None:

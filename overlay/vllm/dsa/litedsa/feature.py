@@ -10,7 +10,6 @@ from vllm.dsa import switches
 from vllm.dsa.features import Feature, State, Status
 
 SWITCH = "VLLM_LITEDSA"
-UNPROVEN = "not yet run on a GPU"
 
 _VLLM = Path(__file__).parents[2]
 #: Where the patch of a line calls `vllm.dsa.litedsa.engine.grouped`.
@@ -26,15 +25,15 @@ def hooked(root: Path = _VLLM) -> bool:
 def probe(config: Any | None) -> Status:
     """Judge line, switch and card. Whether a layer and a batch fit is only known when they run."""
     if not hooked():
-        return Status(State.UNAVAILABLE, f"operator only, {UNPROVEN}")
+        return Status(State.UNAVAILABLE, "operator only: the patches of this build do not call it")
     if not switches.get(SWITCH):
-        return Status(State.OFF, f"{SWITCH}=0; {UNPROVEN}")
+        return Status(State.OFF, f"{SWITCH}=0")
     from vllm.dsa.litedsa import engine, kernel
 
     reason = kernel.why_not(16, 576, 512, 2048, engine.capability())
     if reason:
         return Status(State.DECLINED, reason)
-    return Status(State.ACTIVE, f"prefills with 8, 16 or 32 heads on a rank; {UNPROVEN}")
+    return Status(State.ACTIVE, "prefills with 8, 16 or 32 heads on a rank")
 
 
 FEATURE = Feature("litedsa", "grouped masked sparse attention", (SWITCH,), probe)

@@ -24,9 +24,10 @@ MAX_SPAN = 1 << 20
 FP8_ROW_BYTES = 656
 #: Bytes of union buffers that one pair of launches may use.
 BUFFER_BYTES = 128 << 20
-#: Union size over top-k, by heads on a rank, from which on upstream's kernels are as fast: measured figures
-#: only (bench/results/litedsa). Heads that are not listed are always grouped.
-BREAK_EVEN: dict[int, float] = {}
+#: Union size over top-k, by heads on a rank, from which on upstream's kernels are as fast: where the faster
+#: backend's time crosses ours in bench/results/litedsa/0.33.0-h200.json, the lowest of 4096 to 16384 tokens,
+#: rounded down. Heads that are not listed are always grouped.
+BREAK_EVEN: dict[int, float] = {8: 6.5, 16: 3.3, 32: 1.5}
 #: Groups of one pair of launches are a multiple of this: one per multiprocessor of an H100 or H200.
 _WAVE = 132
 
