@@ -176,7 +176,7 @@ def rows_of(args: Any, result: dict[str, Any]) -> list[dict[str, Any]]:
     compared = {"A": result["A"] | {"again": result["C"]["answers"]}, "B": result["B"]}
     rows = e2e_prefill.rows(args, compared)
     rows += extra_rows(rows[0], result)
-    args.sets["B"] = args.sets["A"]
+    args.sets = dict.fromkeys("AB", args.sets["A"])  # anew: the rows above hold the other
     args.case_suffix = " control=off-against-off"
     control = control_of(result)
     rows += e2e_prefill.rows(args, control)

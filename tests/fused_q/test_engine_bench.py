@@ -91,6 +91,22 @@ def test_the_control_compares_off_with_off(bench: ModuleType) -> None:
     assert row["ratio"] == 0.5
 
 
+def test_rows_keep_the_settings_that_they_were_measured_with(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def rows(args: argparse.Namespace, _result: dict) -> list[dict]:
+        like = {"case": f"e2e{args.case_suffix}", "runs": 1, "settings": args.sets}
+        return [like | {"metric": metric} for metric in ("prefill", "same first tokens", "equal logprobs")]
+
+    monkeypatch.setattr(bench.e2e_prefill, "rows", rows)
+    result = {name: {"seconds": [1.0], "answers": []} for name in "ABC"}
+    found = {
+        row["case"]: [row["settings"][name]["VLLM_DSA_FUSED_Q"] for name in "AB"]
+        for row in bench.rows_of(argparse.Namespace(), result)
+    }
+    assert found == {"e2e": ["off", "on"], "e2e control=off-against-off": ["off", "off"]}
+
+
 def test_a_shape_that_has_rows_is_done(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     assert not bench.done(out, 16, 64, 4096) and not bench.done(None, 16, 64, 4096)

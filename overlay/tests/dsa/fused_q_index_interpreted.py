@@ -47,12 +47,15 @@ def run(tokens, kind, is_neox, cache_dtype):
     theirs = upstream.fused_indexer_q_rope_quant(*arguments)
     ours = torch.ops.vllm.dsa_pack_index_q(*arguments)
     wanted, pairs = reference(*arguments), list(zip(ours, theirs, strict=True))
+    in_double = torch.ops.vllm.dsa_pack_index_q(*arguments, True)
+    scaled = reference(*arguments[:4], 1.0, 1.0, is_neox)[1].double() * arguments[4] * arguments[5]
     return {
         "kind": kind,
         "tokens": tokens,
         "is_neox": is_neox,
         "same_layout": [a.stride() == b.stride() and a.dtype == b.dtype for a, b in pairs],
         "differ": [unequal(a, b) for a, b in pairs],
+        "in_double": [unequal(in_double[0], ours[0]), unequal(in_double[1], scaled.float())],
         "from_reference": [unequal(ours[0], wanted[0]), float((ours[1] - wanted[1]).abs().max())],
     }
 
@@ -70,9 +73,10 @@ def main():
         dtype = torch.bfloat16 if kind == "huge" else torch.float32
         print(json.dumps(run(4, kind, is_neox, dtype)), flush=True)
     print(json.dumps(run(7, "random", True, torch.bfloat16)), flush=True)
-    assert len(launches) == 9
-    print(json.dumps(run(3, "random", True, torch.float32)), flush=True)  # too few: upstream's kernel
-    assert len(launches) == 9
+    assert len(launches) == 18
+    # Too few tokens: upstream's kernel, which has the factors in float32.
+    print(json.dumps(run(3, "random", True, torch.float32)), flush=True)
+    assert len(launches) == 19
 
 
 if __name__ == "__main__":

@@ -116,13 +116,14 @@ class Done(Exception):
     """Raised with the generated code."""
 
 
-def generated(function, *inputs, prepare=None) -> str:
+def generated(function, *inputs, prepare=None, whole=False) -> str:
     """The body of the wrapper that Inductor generates for a function of fake CUDA tensors.
 
     Args:
         function: to compile.
         inputs: of the function.
         prepare: gets the traced graph and a dictionary for Inductor's options; returns a context.
+        whole: also what stands before the body, the kernels.
     """
     traced = []
 
@@ -155,7 +156,7 @@ def generated(function, *inputs, prepare=None) -> str:
         while not isinstance(error, Done) and error.__cause__ is not None:
             error = error.__cause__
         code = str(error)
-        return code[code.index("def call(") : code.index("runner = Runner")]
+        return code[0 if whole else code.index("def call(") : code.index("runner = Runner")]
     raise AssertionError("no code was generated")
 
 

@@ -75,15 +75,17 @@ def test_same_bits(kind: str, is_neox: bool, cache_dtype: torch.dtype):
 
 @pytest.mark.parametrize("is_neox", [False, True])
 def test_same_bits_as_upstreams_kernel_when_inductor_launches_it(is_neox: bool):
-    """In an engine upstream's call is traced and Inductor compiles its kernel."""
+    """In an engine upstream's call is traced and Inductor compiles its kernel, with float64 factors."""
     torch._dynamo.reset()
-    theirs = torch.compile(lambda *args: fused_indexer_q_rope_quant(*args), fullgraph=True, dynamic=True)
-    ours = torch.compile(lambda *args: compiled.pack_index_q(*args), fullgraph=True, dynamic=True)
-    for kind, tokens in itertools.product(("random", "patterns", "scales"), (8, 700)):
-        args = arguments(tokens, 64, is_neox, torch.float32, kind)
-        want = theirs(*args)
-        assert_same_bits(ours(*args), want)
-        assert_same_bits(compiled.pack_index_q(*args), want)
+    factors = (DIM**-0.5, 64**-0.5, is_neox)
+
+    def traced(pack):
+        return torch.compile(lambda *tensors: pack(*tensors, *factors), fullgraph=True, dynamic=True)
+
+    theirs, ours = traced(fused_indexer_q_rope_quant), traced(compiled.pack_index_q)
+    for kind, tokens in itertools.product(("random", "patterns", "scales"), (2, 8, 700)):
+        tensors = arguments(tokens, 64, is_neox, torch.float32, kind)[:4]
+        assert_same_bits(ours(*tensors), theirs(*tensors))
 
 
 def test_every_byte_is_written():

@@ -3,6 +3,10 @@
 
 An op and not a traced call of the kernel: only inside an op may the number of tokens decide. Its body takes
 either kernel, so the switch may also change while the engine runs; graphs keep what they were captured with.
+
+In a compiled graph Inductor launches upstream's kernel with the two factors of the weights as float64, Triton
+alone with float32, which differs in the last bit of some weights. `pack_index_q` knows when it is traced and
+says so to the op. Upstream's function, called in the op when the switch is off, has float32 always.
 """
 
 # No `from __future__ import annotations`: the schema is inferred from the annotations.
@@ -11,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 from vllm.dsa import features, switches
 from vllm.dsa.fused_q import launch
 from vllm.dsa.fused_q.feature import SWITCH, off_reason
@@ -22,6 +27,9 @@ Pack = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, float, float, bool],
     tuple[torch.Tensor, torch.Tensor],
 ]
+
+#: Whether Inductor declares a kernel's Python floats as float64.
+INDUCTOR_IN_DOUBLE = bool(getattr(inductor_config, "_use_fp64_for_unbacked_floats", False))
 
 
 def attach(indexer: Any) -> Pack | None:
@@ -61,8 +69,9 @@ def pack_index_q(
     Returns:
         The FP8 query, a power-of-two scale per row taken out, and the float32 weights with it folded in.
     """
+    in_double = INDUCTOR_IN_DOUBLE and torch.compiler.is_compiling()
     packed: tuple[torch.Tensor, torch.Tensor] = torch.ops.vllm.dsa_pack_index_q(
-        positions, q, cos_sin_cache, weights, softmax_scale, head_scale, is_neox
+        positions, q, cos_sin_cache, weights, softmax_scale, head_scale, is_neox, in_double
     )
     return packed
 
@@ -75,16 +84,19 @@ def dsa_pack_index_q(
     softmax_scale: float,
     head_scale: float,
     is_neox: bool,
+    in_double: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The op's body: our kernel; upstream's below `launch.MIN_TOKENS_INDEX_Q` tokens and if switched off."""
-    if q.shape[0] < launch.MIN_TOKENS_INDEX_Q or switches.get(SWITCH) == "off":
+    """The op's body: our kernel; upstream's if switched off and, where it rounds alike, for few tokens."""
+    few = q.shape[0] < launch.MIN_TOKENS_INDEX_Q and not in_double
+    if few or switches.get(SWITCH) == "off":
         theirs: tuple[torch.Tensor, torch.Tensor] = fused_indexer_q_rope_quant(
             positions, q, cos_sin_cache, weights, softmax_scale, head_scale, is_neox
         )
         return theirs
     q_fp8, weights_out = _outputs(q, weights)
     launch.launch_index_q(
-        positions, q, cos_sin_cache, weights, softmax_scale, head_scale, is_neox, q_fp8, weights_out
+        *(positions, q, cos_sin_cache, weights, softmax_scale, head_scale, is_neox),
+        *(q_fp8, weights_out, in_double),
     )
     launch.report_use()
     return q_fp8, weights_out
@@ -105,6 +117,7 @@ def dsa_pack_index_q_fake(
     softmax_scale: float,
     head_scale: float,
     is_neox: bool,
+    in_double: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Shapes, dtypes and strides of the op's outputs."""
     return _outputs(q, weights)

@@ -4,6 +4,9 @@
 Same bits as ``_fused_indexer_q_rope_quant_kernel`` of ``vllm/model_executor/layers/sparse_attn_indexer.py``.
 It differs from 0.33.0's function: the rotated half is rounded to bfloat16 first, the smallest magnitude is
 1e-10, the scale is a product with 1/448, quotients are approximate and clamped. Layout as in ``kernel.py``.
+
+The weights take their two factors in float32 where Triton launches upstream's kernel, and in float64 where
+Inductor does, which declares a Python float as ``fp64``: ``IN_DOUBLE``. Both are constants of the model.
 """
 
 # Triton kernels have no Python types.
@@ -36,8 +39,9 @@ def index_q_rope_quant_kernel(
     weights_out_ptr,
     weights_out_stride0,
     weights_out_stride1,
-    softmax_scale,
-    head_scale,
+    SOFTMAX_SCALE: tl.constexpr,
+    HEAD_SCALE: tl.constexpr,
+    IN_DOUBLE: tl.constexpr,
     NUM_HEADS: tl.constexpr,
     FP8_MIN: tl.constexpr,
     FP8_MAX: tl.constexpr,
@@ -90,5 +94,10 @@ def index_q_rope_quant_kernel(
     tl.store(dst + 64 + col, _quantize(c, by, FP8_MIN, FP8_MAX, out_dtype), mask=keep2)
     tl.store(dst + 96 + col, _quantize(d, by, FP8_MIN, FP8_MAX, out_dtype), mask=keep2)
 
-    weight = weight.to(tl.float32) * scale * softmax_scale * head_scale
+    weight = weight.to(tl.float32) * scale
+    if IN_DOUBLE:  # full: a plain number is made a float32 first
+        weight = weight.to(tl.float64) * tl.full((ROWS,), SOFTMAX_SCALE, tl.float64)
+        weight = weight * tl.full((ROWS,), HEAD_SCALE, tl.float64)
+    else:
+        weight = weight * SOFTMAX_SCALE * HEAD_SCALE
     tl.store(weights_out_ptr + token * weights_out_stride0 + head * weights_out_stride1, weight, mask=keep)

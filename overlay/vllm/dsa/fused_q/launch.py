@@ -235,11 +235,13 @@ def launch_index_q(
     is_neox: bool,
     q_fp8: torch.Tensor,
     weights_out: torch.Tensor,
+    in_double: bool = False,
 ) -> None:
     """The compiled line's indexer query: fill ``q_fp8`` and ``weights_out`` as upstream's kernel would.
 
     ``positions`` [T] int64; ``q`` and ``q_fp8`` [T, heads, 128]; ``cos_sin_cache`` [positions, 64];
-    ``weights`` and ``weights_out`` (float32) [T, heads].
+    ``weights`` and ``weights_out`` (float32) [T, heads]. ``in_double``: multiply the weights with their two
+    factors in float64, as upstream's kernel does under Inductor.
     """
     num_tokens, num_heads = q.shape[0], q.shape[1]
     index_q_rope_quant_kernel[((num_tokens * num_heads + INDEX_ROWS - 1) // INDEX_ROWS,)](
@@ -259,8 +261,9 @@ def launch_index_q(
         weights_out,
         weights_out.stride(0),
         weights_out.stride(1),
-        softmax_scale,
-        head_scale,
+        SOFTMAX_SCALE=float(softmax_scale),
+        HEAD_SCALE=float(head_scale),
+        IN_DOUBLE=in_double,
         NUM_HEADS=num_heads,
         FP8_MIN=-_FP8_MAX,
         FP8_MAX=_FP8_MAX,
