@@ -97,6 +97,7 @@ def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> N
     card = auto.card_slug(found["off"][0]["card"])
     rows = e2e_decode.time_rows(args, found)
     made = overlap_table.entries(overlap_table.collect([(args.line, card, rows)]))
+    auto.CHECKED_IN_ENGINE = True  # here `auto` is what is measured
     measured.MEASURED = tuple(auto.Entry(*key, tuple(points)) for key, points in made)
     print(f"auto: {measured.MEASURED}", flush=True)
 

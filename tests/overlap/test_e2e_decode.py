@@ -254,7 +254,7 @@ def test_auto_takes_its_turn_when_the_rest_is_measured(
     assert turns.log[begin + 1] == "capture auto 1 auto"
     assert len(turns.log) == begin + 2 + 2 * 6 and not any("auto" in line for line in turns.log[:begin])
     known = auto.Entry("0.33.0", "h200", 16, 64, "FULL", ((1, "full"), (4, "full")))
-    assert (known,) == measured.MEASURED
+    assert (known,) == measured.MEASURED and auto.CHECKED_IN_ENGINE
     rows = decode.time_rows(args, decode.starts(args))
     assert {row["case"].split()[0] for row in rows} == {f"mode={mode}" for mode in args.modes}
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
