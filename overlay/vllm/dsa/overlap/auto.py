@@ -13,8 +13,8 @@ from typing import Any
 
 from vllm.dsa.overlap.mode import Mode
 
-# Whether an engine on a card gave the tokens and logits of `off` with the modes that MEASURED names,
-# as they are now. The order of `full` that was measured fastest has been compared bit by bit in operator tests only.
+# Whether an engine on a card gave the tokens and logits of `off` with what MEASURED names. The order of
+# `full` that was measured fastest has been compared bit by bit in operator tests only.
 CHECKED_IN_ENGINE = False
 NOT_CHECKED = "auto acts as off: measured faster, but not yet compared with off in an engine on a card"
 
