@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import e2e_prefill
+import results_file
 
 MODES = ("off", "wk", "full", "native", "auto")
 #: Context of --long-batch, tokens of a cache block, and (batch, context) of the points of a check.
@@ -327,7 +327,7 @@ def main(argv: list[str] | None = None) -> int:
     for row in rows:
         print(json.dumps(row))
     if args.out:
-        e2e_prefill.append(args.out, "overlap", args.line, rows)
+        results_file.add(args.out, "overlap", args.line, rows, replace=False)
     if failed:
         print(f"error: {failed} engine starts failed; the same command repeats only those", file=sys.stderr)
         return 1

@@ -193,10 +193,6 @@ def rows(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any
     ]
 
 
-def append(path: Path, feature: str, line: str, new: list[dict[str, Any]]) -> None:
-    results_file.add(path, feature, line, new, replace=False)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -235,7 +231,7 @@ def main() -> int:
     for row in found:
         print(json.dumps(row))
     if args.out:
-        append(args.out, args.feature, args.line, found)
+        results_file.add(args.out, args.feature, args.line, found, replace=False)
     # Different prompts with the same best log-probabilities mean a model whose layers do nothing.
     if len({json.dumps(answer["logprobs"]) for answer in result["A"]["answers"]}) < 2:
         print("error: the answers do not depend on the prompt", file=sys.stderr)

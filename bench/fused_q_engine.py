@@ -34,6 +34,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import decode_engine
 import e2e_prefill
+import results_file
 from gpu_clock import ClockLog
 
 ALONE = {
@@ -239,7 +240,7 @@ def main() -> int:
             shown = {k: v for k, v in row.items() if not k.endswith("_kernels")}
             print(json.dumps(shown), flush=True)
         if args.out:
-            e2e_prefill.append(args.out, "fused_q", args.line, rows)
+            results_file.add(args.out, "fused_q", args.line, rows, replace=False)
         answers = result["A"]["answers"]
         # Different prompts with the same best log-probabilities mean a model whose layers do nothing.
         if len({json.dumps(answer["logprobs"]) for answer in answers}) < 2:

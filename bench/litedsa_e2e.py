@@ -25,6 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import e2e_prefill
+import results_file
 
 SWITCH = "VLLM_LITEDSA"
 K = int(e2e_model.WIDTHS["index_topk"])
@@ -183,7 +184,7 @@ def main() -> int:
             for key, count, ms in result[name].get("kernels", [])[:14]:
                 print(f"  {name} {ms:9.2f} ms x{count:5d} {key[:90]}", flush=True)
         if args.out:
-            e2e_prefill.append(args.out, "litedsa", args.line, found)
+            results_file.add(args.out, "litedsa", args.line, found, replace=False)
         if override.end != args.tokens:
             print(f"error: selections were made for up to {override.end} positions", file=sys.stderr)
             failed = True

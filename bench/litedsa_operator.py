@@ -32,7 +32,7 @@ from vllm.dsa.litedsa import kernel, plan, reference, selfcheck
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
-import e2e_prefill
+import results_file
 
 ROOT = Path(__file__).resolve().parents[1]
 K = 2048
@@ -314,7 +314,7 @@ def main() -> None:
         if time.monotonic() - begun > args.limit:
             print("time is up: the remaining shapes were not measured")
             break
-        e2e_prefill.append(out, "litedsa", args.line, measure(*shape, args))
+        results_file.add(out, "litedsa", args.line, measure(*shape, args), replace=False)
         torch.cuda.empty_cache()
 
 

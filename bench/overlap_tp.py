@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import e2e_prefill
+import results_file
 
 #: Steps, and (batch, context) of what is generated; prompts are prefilled for real.
 STEPS = 200
@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
         for row in rows:
             print(json.dumps(row))
         if args.out:
-            e2e_prefill.append(args.out, "overlap", args.line, rows)
+            results_file.add(args.out, "overlap", args.line, rows, replace=False)
         return 0 if rows and all(row["ours"] == 1.0 for row in rows) else 1
     if not args.mode or not args.tokens:
         parser.error("--mode and --tokens are both needed, or --run or --compare")

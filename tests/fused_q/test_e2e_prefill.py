@@ -55,7 +55,7 @@ def test_compare(e2e: ModuleType) -> None:
 def test_rows_are_appended(e2e: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "fused_q" / "0.33.0-h200.json"
     for case in ("e2e heads=16 index=64 S=4096", "e2e heads=8 index=32 S=4096"):
-        e2e.append(file, "fused_q", "0.33.0", [{"case": case}])
+        e2e.results_file.add(file, "fused_q", "0.33.0", [{"case": case}], replace=False)
     doc = json.loads(file.read_text())
     assert (doc["feature"], doc["line"], len(doc["rows"])) == ("fused_q", "0.33.0", 2)
 

@@ -110,9 +110,8 @@ def test_rows_keep_the_settings_that_they_were_measured_with(
 def test_a_shape_that_has_rows_is_done(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
     assert not bench.done(out, 16, 64, 4096) and not bench.done(None, 16, 64, 4096)
-    bench.e2e_prefill.append(
-        out, "fused_q", "0.33.0", [{"case": "e2e heads=16 index=64 S=4096", "metric": "prefill"}]
-    )
+    row = {"case": "e2e heads=16 index=64 S=4096", "metric": "prefill"}
+    bench.results_file.add(out, "fused_q", "0.33.0", [row], replace=False)
     assert bench.done(out, 16, 64, 4096) and not bench.done(out, 8, 32, 4096)
     assert json.loads(out.read_text())["feature"] == "fused_q"
 
