@@ -75,6 +75,9 @@ def finish(result: dict[str, Any], file: Path) -> None:
 
 def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str, Any]) -> None:
     """The mode that the engine was started with; the file is written after every point."""
+    for context in args.context if args.what == "time" and args.prefill else ():
+        result.setdefault("prefill_ms", {})[str(context)] = engine.prefill(context, args.prefill)
+        args.child.write_text(json.dumps(result))
     for batch, context in plan.points:
         if args.what == "time":
             found = engine.time(batch, context, args.steps)
@@ -85,6 +88,10 @@ def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str
         result["points"][f"B={batch} ctx={context}"] = found
         args.child.write_text(json.dumps(result))
         print(f"{args.what} B={batch} ctx={context} done", flush=True)
+    if args.controls:
+        import compiled_controls
+
+        compiled_controls.measure(args, engine, plan.points, plan.check_steps, result)
     finish(result, args.child)
 
 

@@ -8,6 +8,7 @@ after the start, each block with its own, because reads of equal blocks would co
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -15,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,20 @@ def keep_our_fill() -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as module
 
     module.DecodeBenchConnectorWorker.start_fill_kv = lambda _self, _metadata: None
+
+
+@contextlib.contextmanager
+def prefilled_for_real() -> Iterator[None]:
+    """Let the connector find no context, so that requests are prefilled."""
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as module
+
+    scheduler = module.DecodeBenchConnectorScheduler
+    matched = scheduler.get_num_new_matched_tokens
+    scheduler.get_num_new_matched_tokens = lambda _self, _request, _computed: (0, False)
+    try:
+        yield
+    finally:
+        scheduler.get_num_new_matched_tokens = matched
 
 
 def fill_cache(cache: Any, generator: Any) -> str:
@@ -196,7 +212,8 @@ class Engine:
             "compilation_config": {
                 "cudagraph_mode": settings["graph"],
                 "cudagraph_capture_sizes": sorted(sizes),
-            },
+            }
+            | ({"inductor_compile_config": settings["inductor"]} if settings.get("inductor") else {}),
         }
         if filled:
             options["kv_transfer_config"] = connector()
@@ -295,6 +312,21 @@ class Engine:
         graphs = [sum(replays[i : i + per_step]) for i in range(0, len(replays) - per_step + 1, per_step)]
         self._finish()
         return {"graph_us": graphs, "step_us": wall, "steps": steps, "replays_per_step": per_step}
+
+    def prefill(self, context: int, runs: int) -> list[float]:
+        """Prefill one prompt ``runs`` times after two that do not count; milliseconds by the clock."""
+        import torch
+
+        taken = []
+        with prefilled_for_real():
+            for _ in range(runs + 2):
+                self._add(1, context, 1)
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                self._finish()
+                torch.cuda.synchronize()
+                taken.append((time.perf_counter() - start) * 1e3)
+        return taken[2:]
 
     def profile(self, batch: int, context: int, steps: int) -> dict[str, Any]:
         """Decode a batch and profile ``steps`` steps: what `look` and `listing` return."""

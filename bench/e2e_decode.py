@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import compiled_controls
 import results_file
 
 MODES = ("off", "wk", "full", "native", "auto")
@@ -69,6 +70,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
         "per_step": per_step,
         "batches": sorted({batch for batch, _ in wanted}),
         "graph": args.graph,
+        "inductor": args.inductor,
         "hf": hf,
         "llm": llm,
     }
@@ -181,6 +183,7 @@ def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
             if off and ours:
                 row = ratio_row(where, "overlap fraction", "1", off, ours, args.profile)
                 rows.append(row | {"ratio": None, "streams": values(mode, point, "streams")})
+    rows += prefill_rows(args, found)
     for mode in args.modes:
         off = [sum(start["graph_MiB"]) for start in found.get("off", [])]
         ours = [sum(start["graph_MiB"]) for start in found.get(mode, [])]
@@ -188,6 +191,25 @@ def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) 
             rows.append(
                 ratio_row(case(args, mode, "decode", "B=all ctx=all"), "graph_MiB", "MiB", off, ours, 1)
             )
+    return rows
+
+
+def prefill_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+    """Rows of one prompt's prefill: medians of each start, by the clock; off against itself too."""
+
+    def values(mode: str, context: int) -> list[float]:
+        runs = [start.get("prefill_ms", {}).get(str(context)) for start in found.get(mode, [])]
+        return [statistics.median(run) for run in runs if run]
+
+    rows = []
+    for context in args.context:
+        for mode in args.modes:
+            off, ours = values("off", context), values(mode, context)
+            if mode == "off":
+                off, ours = off[0::2], off[1::2]
+            if off and ours:
+                where = case(args, mode, "prefill", f"B=1 ctx={context}")
+                rows.append(ratio_row(where, "prefill", "ms", off, ours, args.prefill * len(ours)))
     return rows
 
 
@@ -225,7 +247,8 @@ def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
                     }
                     | passes
                 )
-    return rows
+    own = {mode: found.get(mode, []) for mode in args.modes}
+    return rows + compiled_controls.rows(own, lambda mode, point: case(args, mode, "check", point), agreement)
 
 
 def agreement(off: dict[str, Any], ours: dict[str, Any]) -> tuple[float, float]:
@@ -281,6 +304,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--long-batch", type=numbers, default=[1, 4], help=f"batches at {LONG} tokens")
     made.add_argument("--steps", type=int, default=300, help="timed steps per point")
     made.add_argument("--profile", type=int, default=10, help="profiled steps per point after the timed ones")
+    made.add_argument("--prefill", type=int, default=0, help="also time this many prefills per context")
     made.add_argument("--profile-batch", type=numbers, default=[], help="profile these batches only")
     made.add_argument("--rounds", type=int, default=2, help="engine starts per mode")
     made.add_argument("--in-process", action="store_true", help="all modes in one engine start")
@@ -289,6 +313,15 @@ def parser() -> argparse.ArgumentParser:
         type=lambda text: text.split(","),
         default=[],
         help="with check --in-process: also hold up a branch of the last mode (decode_modes.LATE)",
+    )
+    made.add_argument(
+        "--controls",
+        type=lambda text: text.split(","),
+        default=[],
+        help=f"check on 0.28.0: compare each engine with itself too ({','.join(compiled_controls.NAMES)})",
+    )
+    made.add_argument(
+        "--inductor", type=json.loads, default={}, metavar="JSON", help="Inductor's options, line 0.28.0"
     )
     made.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
     made.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
@@ -310,6 +343,9 @@ def main(argv: list[str] | None = None) -> int:
     args.what = args.of if only_rows else args.what
     if args.late and not args.in_process:
         made.error("--late needs --in-process")
+    unknown = sorted(set(args.controls) - set(compiled_controls.NAMES))
+    if unknown:
+        made.error(f"--controls is a list of {', '.join(compiled_controls.NAMES)}, not {','.join(unknown)}")
     if args.child:
         import decode_child
 

@@ -7,7 +7,8 @@
 
 A mode is chosen for a token count if at no measured context it was slower than off by more than the noise,
 and in the median of the contexts faster by more than it. The noise is what off's engine starts differ by at
-that token count, at least 0.5 %. All of it on the GPU time of the decode graph.
+that token count, at least 0.5 %. Without that control at enough contexts nothing is chosen. All of it on the
+GPU time of the decode graph.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "bench" / "results" / "overlap"
 TABLE = ROOT / "overlay" / "vllm" / "dsa" / "overlap" / "measured.py"
 LEAST_NOISE = 0.005
-#: A token count measured at fewer contexts decides nothing.
+#: A token count measured at fewer contexts, off against itself included, decides nothing.
 LEAST_CONTEXTS = 3
 CASE = re.compile(
     r"mode=(?P<mode>[\w.]+) phase=decode heads=(?P<heads>\d+) index=(?P<index>\d+) graph=(?P<graph>\w+)"
@@ -54,7 +55,8 @@ class Point:
         best, gain = "off", self.noise()
         for mode in ("wk", "full"):
             ratios = list(self.ratios[mode].values())
-            if len(ratios) < LEAST_CONTEXTS or min(ratios) < 1 - self.noise():
+            controlled = self.ratios[mode].keys() & self.ratios["off"].keys()
+            if len(controlled) < LEAST_CONTEXTS or min(ratios) < 1 - self.noise():
                 continue
             if statistics.median(ratios) - 1 > gain:
                 best, gain = mode, statistics.median(ratios) - 1
@@ -132,7 +134,10 @@ def reasons(found: dict[Key, dict[int, Point]]) -> str:
                 mode: [round(ratio, 3) for _, ratio in sorted(point.ratios[mode].items())]
                 for mode in sorted(set(point.ratios) - {"off"})
             }
-            lines.append(f"  B={batch}: {point.choice()}  noise {point.noise():.3f}  {shown}")
+            control = (
+                "" if len(point.ratios["off"]) >= LEAST_CONTEXTS else "  off was not compared with itself"
+            )
+            lines.append(f"  B={batch}: {point.choice()}  noise {point.noise():.3f}  {shown}{control}")
     return "\n".join(lines) or "nothing is measured"
 
 

@@ -22,9 +22,10 @@ def table(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def results(folder: Path, ratios: dict[tuple[str, int], list[float]], graph: str = "FULL") -> None:
-    """Rows of one card: (mode, batch) -> ratios at 4k, 8k and 32k."""
+    """Rows of one card: (mode, batch) -> ratios at 4k, 8k and 32k; off is quiet unless it is among them."""
     rows: list[dict[str, Any]] = []
-    for (mode, batch), found in ratios.items():
+    quiet = {("off", batch): [1.0, 1.0, 1.0] for _, batch in ratios}
+    for (mode, batch), found in (quiet | ratios).items():
         for context, ratio in zip((4096, 8192, 32768), found, strict=False):
             case = f"mode={mode} phase=decode heads=16 index=64 graph={graph} B={batch} ctx={context}"
             rows.append({"case": case, "metric": "graph", "ratio": ratio})
@@ -61,6 +62,14 @@ def test_a_choice_is_slower_nowhere_and_clearly_faster(table: ModuleType, tmp_pa
         },
     )
     assert choices(table, tmp_path) == {1: "full", 4: "wk", 16: "off", 32: "off", 64: "full"}
+
+
+def test_without_a_control_of_off_nothing_is_chosen(table: ModuleType, tmp_path: Path) -> None:
+    """One engine start of off says nothing of how far two of them differ."""
+    gains = [1.06, 1.05, 1.02]
+    results(tmp_path, {("off", 1): [], ("full", 1): gains, ("off", 4): [1.0, 1.0], ("full", 4): gains})
+    assert choices(table, tmp_path) == {1: "off", 4: "off"}
+    assert "off was not compared with itself" in table.reasons(table.read(tmp_path))
 
 
 def test_the_newest_row_of_a_case_counts(table: ModuleType, tmp_path: Path) -> None:

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap on the compiled line, on a card: the small model of overlap_compiled_cases with real streams.
 
-Every result is compared bit by bit with ``off``, with the side stream held up before its work (a missing join
-shows) and the main stream before its fork (a missing wait at the fork shows).
+The side stream is held up before its work (a missing join shows) and the main stream before its fork (a
+missing wait at the fork shows). Eagerly every result has the bits of ``off``. A compiled mode is other code
+than ``off``, which may round otherwise, so it is compared bit by bit with itself on one stream: same code, no
+fork.
 """
 
 import pytest
@@ -101,6 +103,13 @@ def hold_up(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
         monkeypatch.setattr(Lane, "fork", late_fork)
 
 
+def on_one_stream(context) -> None:
+    """From now on nothing forks; what was compiled stays."""
+    for layer in context.no_compile_layers.values():
+        if isinstance(layer, LayerOverlap):
+            layer._choose = lambda _tokens: Mode.OFF
+
+
 def forked() -> set[str]:
     return {row["outcome"] for row in counters.snapshot("overlap") if row["outcome"].endswith("forked")}
 
@@ -175,7 +184,7 @@ def on_the_main_stream() -> bool:
 
 
 @pytest.mark.parametrize("graph", [CUDAGraphMode.NONE, CUDAGraphMode.PIECEWISE])
-def test_compiled_pieces_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, graph: CUDAGraphMode):
+def test_compiled_pieces_give_the_bits_of_one_stream(monkeypatch: pytest.MonkeyPatch, graph: CUDAGraphMode):
     """Inductor's code for the pieces between the ops that split the graph; wk also with captured pieces."""
     tokens, results = 16, {}
     for mode in MODES:
@@ -183,32 +192,47 @@ def test_compiled_pieces_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, gra
             model, context = compiled(mode, patch, tokens, graph)
             with override_forward_context(context):
                 results[mode] = [model(*inputs(tokens, seed)).clone() for seed in range(3)]
-            inline = graph is CUDAGraphMode.PIECEWISE and mode in ("full", "native")
-            assert forked() == (set() if inline else EXPECTED[mode])
-            assert not on_the_main_stream()
-    compare(results)
+                inline = graph is CUDAGraphMode.PIECEWISE and mode in ("full", "native")
+                assert forked() == (set() if inline else EXPECTED[mode])
+                assert not on_the_main_stream()
+                counters.reset()
+                on_one_stream(context)
+                serial = [model(*inputs(tokens, seed)).clone() for seed in range(3)]
+                assert forked() == set()
+        compare({"off": serial, mode: results[mode]})
+    for mode in MODES:
+        for expected, found in zip(results["off"], results[mode], strict=True):
+            torch.testing.assert_close(expected, found)
 
 
 @pytest.mark.parametrize("where", ["nowhere", "side", "main"])
-def test_compiled_pieces_in_a_full_graph_give_the_same_bits(monkeypatch: pytest.MonkeyPatch, where: str):
-    tokens, results = 16, {}
-    for mode in ("off", "native", "full"):
-        with monkeypatch.context() as patch, torch.inference_mode():
-            model, context = compiled(mode, patch, tokens, CUDAGraphMode.FULL)
-            hold_up(patch, where)
-            positions, x = inputs(tokens, 0)
-            with override_forward_context(context):
-                for _ in range(2):
-                    model(positions, x)
-                counters.reset()
-                graph = torch.cuda.CUDAGraph()
-                torch.cuda.synchronize()
-                with torch.cuda.graph(graph):
-                    out = model(positions, x)
+@pytest.mark.parametrize("mode", ["wk", "full", "native"])
+def test_compiled_pieces_in_a_full_graph_give_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, mode: str, where: str
+):
+    """Replayed with forks, eagerly without."""
+    tokens = 16
+    with monkeypatch.context() as patch, torch.inference_mode():
+        model, context = compiled(mode, patch, tokens, CUDAGraphMode.FULL)
+        hold_up(patch, where)
+        positions, x = inputs(tokens, 0)
+        with override_forward_context(context):
+            for _ in range(2):
+                model(positions, x)
+            counters.reset()
+            graph = torch.cuda.CUDAGraph()
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                out = model(positions, x)
             assert forked() == EXPECTED[mode] and not on_the_main_stream()
-            found = results[mode] = []
+            found, serial = [], []
             for seed in range(ROUNDS if where == "nowhere" else 3):
                 x.copy_(inputs(tokens, seed)[1])
                 graph.replay()
                 found.append(out.clone())
-    compare(results)
+            counters.reset()
+            on_one_stream(context)
+            for seed in range(len(found)):
+                serial.append(model(positions, inputs(tokens, seed)[1]).clone())
+            assert forked() == set()
+    compare({"off": serial, mode: found})
