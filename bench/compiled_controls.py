@@ -101,10 +101,15 @@ class Controls:
         return counters.snapshot("overlap")
 
 
-def measure(
-    args: argparse.Namespace, engine: Any, points: list[tuple[int, int]], steps: int, result: dict[str, Any]
-) -> None:
-    """Check all controls of ``args.controls`` that the engine's mode has, into ``result["controls"]``."""
+def measure(args: argparse.Namespace, engine: Any, plan: Any, result: dict[str, Any]) -> None:
+    """Check all controls of ``args.controls`` that the engine's mode has, into ``result["controls"]``.
+
+    Args:
+        args: of bench/e2e_decode.py.
+        engine: a `decode_engine.Engine`.
+        plan: a `decode_child.Plan`; held up is a branch at its ``late_points`` only.
+        result: of this engine start.
+    """
     from vllm.dsa import counters
 
     controls = Controls(engine.runner)
@@ -113,7 +118,8 @@ def measure(
         if name != AGAIN and not controls.overlaps:
             continue  # off forks nothing
         captured = controls.capture(name)
-        checked = {f"B={b} ctx={c}": engine.check(b, c, steps) for b, c in points}
+        points = plan.late_points if name in LATE else plan.points
+        checked = {f"B={b} ctx={c}": engine.check(b, c, plan.check_steps) for b, c in points}
         found[name] = {"points": checked, "forks_of_capture": captured, "forks": counters.snapshot("overlap")}
         print(f"control {name} done: {found[name]['forks']}", flush=True)
 

@@ -91,7 +91,7 @@ def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str
     if args.controls:
         import compiled_controls
 
-        compiled_controls.measure(args, engine, plan.points, plan.check_steps, result)
+        compiled_controls.measure(args, engine, plan, result)
     finish(result, args.child)
 
 

@@ -83,6 +83,9 @@ class Runner:
         self.seen.append([(one._choose(1), one._wk_lane, one._indexer_lane) for one in self.overlaps])
 
 
+PLAN = SimpleNamespace(points=[(1, 700), (3, 20)], late_points=[(3, 20)], check_steps=2)
+
+
 def module(name: str, **members: Any) -> ModuleType:
     made = ModuleType(name)
     vars(made).update(members)
@@ -121,7 +124,7 @@ def test_each_control_captures_the_graphs_anew(
     args = argparse.Namespace(controls=["serial", "side-begin", "again"])
     result: dict[str, Any] = {}
     own = overlaps[0]._wk_lane, overlaps[0]._indexer_lane
-    controls.measure(args, engine, [(1, 700), (3, 20)], 2, result)
+    controls.measure(args, engine, PLAN, result)
     serial, late, again = (seen[0] for seen in engine.runner.seen)
     assert serial == ("off", *own)
     assert late == ("full", ("side-begin", 1), ("side-begin", 2))
@@ -129,7 +132,8 @@ def test_each_control_captures_the_graphs_anew(
     assert all(seen[0][0] == seen[1][0] for seen in engine.runner.seen)
     assert graphs[0].cleared == 3 and graphs[0].graph_pool == 2
     assert list(result["controls"]) == args.controls
-    assert set(result["controls"]["serial"]["points"]) == {"B=1 ctx=700", "B=3 ctx=20"}
+    assert list(result["controls"]["serial"]["points"]) == ["B=1 ctx=700", "B=3 ctx=20"]
+    assert list(result["controls"]["side-begin"]["points"]) == ["B=3 ctx=20"]
     assert "control serial done" in capsys.readouterr().out
 
 
@@ -137,9 +141,7 @@ def test_off_has_nothing_but_another_pass(decode: ModuleType, monkeypatch: pytes
     controls = importlib.import_module("compiled_controls")
     result: dict[str, Any] = {}
     engine = fake_engine(monkeypatch, [], [Graphs()])
-    controls.measure(
-        argparse.Namespace(controls=["again", "serial", "main-after"]), engine, [(1, 7)], 2, result
-    )
+    controls.measure(argparse.Namespace(controls=["again", "serial", "main-after"]), engine, PLAN, result)
     assert list(result["controls"]) == ["again"]
 
 
