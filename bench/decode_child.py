@@ -22,15 +22,17 @@ class Plan:
         settings: for `decode_engine.Engine`.
         points: (batch, context), in the order in which they are measured.
         late_points: those at which a branch is held up.
+        exact_points: those with a top-k whose result is determined.
         check_steps: tokens that each request of a check generates.
-        variants: name, mode and late branch (empty: none) of everything that takes turns in one engine.
+        variants: `e2e_decode.Variant` of everything that takes turns in one engine.
     """
 
     settings: dict[str, Any]
     points: list[tuple[int, int]]
     late_points: list[tuple[int, int]]
+    exact_points: list[tuple[int, int]]
     check_steps: int
-    variants: list[tuple[str, str, str]]
+    variants: list[Any]
 
 
 def run(args: argparse.Namespace, plan: Plan, files: Files) -> None:
@@ -50,6 +52,10 @@ def start_engine(args: argparse.Namespace, plan: Plan) -> tuple[Any, dict[str, A
     import torch
     from decode_engine import Engine
 
+    if args.what == "check" and args.exact_topk:
+        import exact_topk
+
+        exact_topk.install()
     engine = Engine(plan.settings, filled=args.what == "time", ordered=args.what == "check")
     device = torch.cuda.get_device_properties(0)
     return engine, {
@@ -104,9 +110,16 @@ def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> N
     card = auto.card_slug(found["off"][0]["card"])
     rows = e2e_decode.time_rows(args, found)
     made = overlap_table.entries(overlap_table.collect([(args.line, card, rows)]))
-    auto.CHECKED_IN_ENGINE = True  # here `auto` is what is measured
+    let_auto_act()
     measured.MEASURED = tuple(auto.Entry(*key, tuple(points)) for key, points in made)
     print(f"auto: {measured.MEASURED}", flush=True)
+
+
+def let_auto_act() -> None:
+    """Let ``auto`` of this process do what was measured, checked or not: here it is what is looked at."""
+    from vllm.dsa.overlap import auto
+
+    auto.CHECKED_IN_ENGINE = True
 
 
 def profiled(args: argparse.Namespace, batch: int) -> bool:
@@ -117,18 +130,29 @@ def check_in_turn(
     args: argparse.Namespace, plan: Plan, files: Files, engine: Any, modes: Any, about_engine: dict[str, Any]
 ) -> None:
     """Every variant answers the same prompts; the mode itself is profiled once."""
+    import exact_topk
     from vllm.dsa import counters
 
-    for name, mode, late in plan.variants:
+    if "auto" in args.modes:
+        let_auto_act()
+    for name, mode, late, exact, _ in plan.variants:
+        exact_topk.on = exact
+        if exact:
+            exact_topk.take()  # makes the counters, which no capture may do
         result = about_engine | {"points": {}}
         captured = modes.capture(name, mode, late)
         result |= {"graph_MiB": [captured["graph_MiB"]], "forks_of_capture": captured["forks"]}
         file = files(name, 0)
-        for batch, context in plan.late_points if late else plan.points:
-            result["points"][f"B={batch} ctx={context}"] = engine.check(batch, context, plan.check_steps)
+        for batch, context in plan.late_points if late else plan.exact_points if exact else plan.points:
+            if exact:
+                exact_topk.take()
+            checked = engine.check(batch, context, plan.check_steps)
+            if exact:
+                checked["ties"] = exact_topk.take()
+            result["points"][f"B={batch} ctx={context}"] = checked
             file.write_text(json.dumps(result))
         result["forks"] = counters.snapshot("overlap")
-        if args.profile and not late:
+        if args.profile and not late and not exact:
             result["trace"] = engine.profile(16, 3000, args.profile)
         finish(result, file)
         print(f"check {name} done: {result['forks']}", flush=True)
@@ -138,7 +162,9 @@ def time_in_turn(
     args: argparse.Namespace, plan: Plan, files: Files, engine: Any, modes: Any, about_engine: dict[str, Any]
 ) -> None:
     """Every point is timed in all modes and rounds before the next one; the files are written after each."""
-    fixed = [mode for mode in args.modes if mode != "auto"]
+    fixed = [mode for mode in args.modes if mode != "auto" or args.known_auto]
+    if args.known_auto:
+        let_auto_act()
     turns = [(mode, number) for number in range(args.rounds) for mode in fixed[:: 1 - 2 * (number % 2)]]
     results: dict[tuple[str, int], dict[str, Any]] = {}
 
@@ -161,7 +187,7 @@ def time_in_turn(
             results[mode, number]["points"][point] = engine.time(batch, context, args.steps)
         write()
         print(f"time {point} done", flush=True)
-    if "auto" in args.modes:
+    if "auto" not in fixed and "auto" in args.modes:
         # It knows what was just measured, and then takes the place of every mode once more.
         teach(args, {mode: [results[mode, n] for n in range(args.rounds)] for mode in fixed})
         for number in range(args.rounds):

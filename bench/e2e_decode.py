@@ -22,7 +22,7 @@ import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import compiled_controls
@@ -33,11 +33,28 @@ MODES = ("off", "wk", "full", "native", "auto")
 LONG = 131072
 BLOCK = 64
 CHECKS = [(1, 700), (4, 3000), (16, 3000), (64, 900), (3, 20), (2, 20000)]
-CHECK_STEPS = 16
 #: Those of them at which a branch is held up (``--late``).
 LATE_CHECKS = [(1, 700), (16, 3000), (3, 20)]
-#: The variant of a check that runs off once more: what differs there is not the overlap's doing.
-CONTROL = "off+again"
+#: Those at which it runs with a top-k whose result is determined (``--exact-topk``).
+EXACT_CHECKS = [(16, 3000), (2, 20000)]
+
+
+class Variant(NamedTuple):
+    """Something that an engine start runs.
+
+    Attributes:
+        name: is in that of the raw results.
+        mode: one of `MODES`.
+        late: which branch is held up, see `decode_modes.LATE`.
+        exact: whether the top-k is exact_topk's.
+        again: off for the n-th time after the first: what differs there is not the overlap's doing.
+    """
+
+    name: str
+    mode: str
+    late: str = ""
+    exact: bool = False
+    again: int = 0
 
 
 def points(args: argparse.Namespace) -> list[tuple[int, int]]:
@@ -52,7 +69,7 @@ def settings(args: argparse.Namespace) -> dict[str, Any]:
     """What `decode_engine.Engine` needs to know."""
     wanted = points(args)
     per_step = 1 + args.mtp
-    room = (CHECK_STEPS if args.what == "check" else args.steps + args.profile + 64) * per_step
+    room = (args.check_steps if args.what == "check" else args.steps + args.profile + 64) * per_step
     blocks = max(batch * (-(-(context + room) // BLOCK)) for batch, context in wanted)
     hf = dict(args.hf_config)
     if args.index_topk_freq != 1:
@@ -80,12 +97,16 @@ def environment(mode: str) -> dict[str, str]:
     return {"VLLM_INDEXER_OVERLAP": mode}
 
 
-def variants(args: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Name of the raw results, mode and late branch of everything that is run."""
-    found = [(mode, mode, "") for mode in args.modes]
+def variants(args: argparse.Namespace) -> list[Variant]:
+    """Everything that is run, in turn."""
+    found = [Variant(mode, mode) for mode in args.modes]
     if args.what == "check" and args.in_process:
-        found.append((CONTROL, "off", ""))
-        found += [(f"{args.modes[-1]}+{where}", args.modes[-1], where) for where in args.late]
+        for number in range(1, args.off_passes + 1):
+            found.append(Variant(f"off+again{number if number > 1 else ''}", "off", again=number))
+        found += [Variant(f"{args.modes[-1]}+{where}", args.modes[-1], where) for where in args.late]
+        if args.exact_topk:
+            found += [Variant(f"{mode}+exact", mode, exact=True) for mode in args.modes]
+            found.append(Variant("off+again+exact", "off", exact=True, again=1))
     return found
 
 
@@ -102,7 +123,7 @@ def run_starts(args: argparse.Namespace) -> int:
     rounds = 1 if args.what == "check" else args.rounds
     Path(args.raw).mkdir(parents=True, exist_ok=True)
     if args.in_process:
-        files = [raw_file(args, name, number) for name, _, _ in variants(args) for number in range(rounds)]
+        files = [raw_file(args, made.name, number) for made in variants(args) for number in range(rounds)]
         if all(file.is_file() and json.loads(file.read_text()).get("complete") for file in files):
             return 0
         command = [sys.executable, __file__, *sys.argv[1:], "--child", str(files[0])]
@@ -129,7 +150,7 @@ def case(args: argparse.Namespace, mode: str, phase: str, point: str) -> str:
 def starts(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """What was measured, by mode, in the order of the rounds."""
     found: dict[str, list[dict[str, Any]]] = {}
-    for name, _, _ in variants(args):
+    for name in [variant.name for variant in variants(args)]:
         files = [raw_file(args, name, number) for number in range(args.rounds)]
         found[name] = [json.loads(file.read_text()) for file in files if file.is_file()]
     return found
@@ -216,24 +237,31 @@ def prefill_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]
 def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
     """Two rows per mode and point: share of steps with the bits of off's logits; whether all tokens agree.
 
-    Where off was run twice and its passes differ, a mode is compared with both and the better one counts, the
-    same for both rows; ``off_passes`` has the shares. Off's own row says how far its passes agree.
+    Off may run several times, as a control. A mode is compared with all of its passes and the best one
+    counts, the same for both rows; ``off_passes`` has the shares. Off's own rows say how far its passes agree
+    with the first. ``forked`` is how many passes of a layer forked, in capture and when run. Passes whose
+    top-k is determined (``topk=exact``) are compared among themselves.
     """
     rows = []
-    for name, mode, late in variants(args):
-        if name == "off" or not found.get(name) or not found.get("off"):
+    ran = [variant for variant in variants(args) if found.get(variant.name)]
+    for name, mode, late, exact, again in ran:
+        passes = [v.name for v in ran if v.mode == "off" and v.exact is exact and (v.again == 0 or not again)]
+        if name in passes:
             continue
         for point, ours in found[name][0]["points"].items():
-            off = found["off"][0]["points"].get(point)
-            if off is None:
+            offs = [found[off][0]["points"].get(point) for off in passes]
+            against = [agreement(off, ours) for off in offs if off is not None]
+            if not against:
                 continue
-            against = [agreement(off, ours)]
-            again = [start["points"].get(point) for start in found.get(CONTROL, [])]
-            if name != CONTROL and again and again[0] is not None:
-                against.append(agreement(again[0], ours))
             share, tokens = max(against)
-            passes = {"off_passes": [pair[0] for pair in against]} if len(against) > 1 else {}
+            more = {"off_passes": [pair[0] for pair in against]} if len(against) > 1 else {}
+            if "forks" in found[name][0]:
+                forks = found[name][0]["forks"]
+                more["forked"] = sum(row["count"] for row in forks if row["outcome"] == "forked")
+            more |= {"ties": ours["ties"]} if "ties" in ours else {}
             where = case(args, mode, "check", point) + (f" late={late}" if late else "")
+            where += " topk=exact" if exact else ""
+            where += f" pass={again}" if again > 1 else ""
             for metric, value in (("equal logits", share), ("equal tokens", tokens)):
                 rows.append(
                     {
@@ -243,9 +271,9 @@ def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
                         "baseline": 1.0,
                         "ours": value,
                         "ratio": value,
-                        "runs": len(off["logits"]),
+                        "runs": len(ours["logits"]),
                     }
-                    | passes
+                    | more
                 )
     own = {mode: found.get(mode, []) for mode in args.modes}
     return rows + compiled_controls.rows(own, lambda mode, point: case(args, mode, "check", point), agreement)
@@ -323,6 +351,20 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--inductor", type=json.loads, default={}, metavar="JSON", help="Inductor's options, line 0.28.0"
     )
+    made.add_argument("--check-steps", type=int, default=16, help="tokens of each request of a check")
+    made.add_argument(
+        "--off-passes", type=int, default=1, help="with check --in-process: how often off runs once more"
+    )
+    made.add_argument(
+        "--exact-topk",
+        action="store_true",
+        help="with check --in-process: also with a top-k whose result is determined (exact_topk.py)",
+    )
+    made.add_argument(
+        "--known-auto",
+        action="store_true",
+        help="with time --in-process: auto knows what is stored and takes turns with the others",
+    )
     made.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
     made.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
     made.add_argument("--raw", default="build/overlap-raw", help="folder of what each start measured")
@@ -341,15 +383,17 @@ def main(argv: list[str] | None = None) -> int:
         made.error(f"--modes is a list of {', '.join(MODES)} with off in it, not {','.join(args.modes)}")
     only_rows = args.what == "rows"
     args.what = args.of if only_rows else args.what
-    if args.late and not args.in_process:
-        made.error("--late needs --in-process")
+    if not args.in_process and (args.late or args.exact_topk or args.known_auto):
+        made.error("--late, --exact-topk and --known-auto need --in-process")
     unknown = sorted(set(args.controls) - set(compiled_controls.NAMES))
     if unknown:
         made.error(f"--controls is a list of {', '.join(compiled_controls.NAMES)}, not {','.join(unknown)}")
     if args.child:
         import decode_child
 
-        plan = decode_child.Plan(settings(args), points(args), LATE_CHECKS, CHECK_STEPS, variants(args))
+        plan = decode_child.Plan(
+            settings(args), points(args), LATE_CHECKS, EXACT_CHECKS, args.check_steps, variants(args)
+        )
         decode_child.run(args, plan, lambda name, number: raw_file(args, name, number))
         return 0
     failed = 0 if only_rows else run_starts(args)

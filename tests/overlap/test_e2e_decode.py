@@ -200,7 +200,9 @@ def in_turn(decode: ModuleType, monkeypatch: pytest.MonkeyPatch, command: list[s
     told = importlib.import_module("decode_child")
     monkeypatch.setattr(told, "finish", lambda result, file: file.write_text(json.dumps(result)))
     args, turns = decode.parser().parse_args(command), Turns()
-    plan = told.Plan({}, decode.points(args), decode.LATE_CHECKS, 2, decode.variants(args))
+    plan = told.Plan(
+        {}, decode.points(args), decode.LATE_CHECKS, decode.EXACT_CHECKS, 2, decode.variants(args)
+    )
     run = told.check_in_turn if args.what == "check" else told.time_in_turn
     if args.what == "check":
         counters = type(sys)("vllm.dsa")
@@ -311,7 +313,59 @@ def test_a_check_in_one_engine_holds_branches_up(
     assert len(unequal) == len(decode.LATE_CHECKS) and all("late=side-end" in name for name in unequal)
     with pytest.raises(SystemExit):
         decode.main(["check", "--late", "side-end"])
-    assert "--late needs --in-process" in capsys.readouterr().err
+    assert "--late, --exact-topk and --known-auto need --in-process" in capsys.readouterr().err
+
+
+def test_off_may_run_several_times_and_with_a_determined_top_k(
+    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = ["check", "--in-process", "--modes", "off,full", "--off-passes", "2", "--exact-topk"]
+    exact = importlib.import_module("exact_topk")
+    monkeypatch.setattr(exact, "take", lambda: {"tied": 1, "rows": 9} if exact.on else pytest.fail("not on"))
+    args, turns = in_turn(decode, monkeypatch, [*command, "--raw", str(tmp_path)])
+    assert [line.split()[1] for line in turns.log if line.startswith("capture")] == [
+        *("off", "full", "off+again", "off+again2", "off+exact", "full+exact", "off+again+exact")
+    ]
+    found = decode.starts(args)
+    found["off+again2"][0]["points"]["B=1 ctx=700"] = checked("z", "b")
+    found["full"][0]["points"]["B=1 ctx=700"] = checked("z", "b")
+    found["full+exact"][0]["points"]["B=16 ctx=3000"] = checked("a", "y") | {"ties": {"tied": 1, "rows": 9}}
+    rows = {row["case"]: row for row in decode.check_rows(args, found) if row["metric"] == "equal logits"}
+    head = "phase=check heads=16 index=64 graph=FULL"
+    full = rows[f"mode=full {head} B=1 ctx=700"]
+    assert (full["ours"], full["off_passes"]) == (1.0, [0.5, 0.5, 1.0])
+    assert [rows[f"mode=off {head} B=1 ctx=700{end}"]["ours"] for end in ("", " pass=2")] == [1.0, 0.5]
+    determined = {case: row["ours"] for case, row in rows.items() if case.endswith("topk=exact")}
+    assert determined == {
+        f"mode=full {head} B=16 ctx=3000 topk=exact": 0.5,
+        f"mode=full {head} B=2 ctx=20000 topk=exact": 1.0,
+        f"mode=off {head} B=16 ctx=3000 topk=exact": 1.0,
+        f"mode=off {head} B=2 ctx=20000 topk=exact": 1.0,
+    }
+    assert all(row["ties"]["rows"] == 9 for case, row in rows.items() if "topk" in case)
+
+
+def test_an_auto_that_knows_takes_its_turn_with_the_others(
+    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = importlib.import_module("decode_child")
+    acts: list[str] = []
+    monkeypatch.setattr(told, "let_auto_act", lambda: acts.append("auto"))
+    command = [
+        "time",
+        "--in-process",
+        "--known-auto",
+        "--batch",
+        "4",
+        "--context",
+        "4096",
+        "--long-batch",
+        "",
+    ]
+    command += ["--modes", "off,full,auto", "--profile", "0", "--raw", str(tmp_path)]
+    _, turns = in_turn(decode, monkeypatch, command)
+    order = ["off 0", "full 0", "auto 0", "auto 1", "full 1", "off 1"]
+    assert turns.log[6:] == [f"time {name} 4 4096" for name in order] and acts == ["auto"]
 
 
 def test_off_is_needed(decode: ModuleType, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,6 +452,14 @@ def test_two_ranks_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[st
     rows = json.loads(out.read_text())["rows"]
     assert rows[0]["case"] == "mode=full phase=check heads=16 index=64 graph=FULL B=1 ctx=3000 tp=2"
     assert [row["ours"] for row in rows] == [1.0, 1.0]
+    data = about | {"mode": "off", "points": {"B=1 ctx=3000": checked("b", tokens=ord("b"))}}
+    (tmp_path / "again.json").write_text(json.dumps(data | {"tag": " budget=1024"}))
+    assert tp.main(["--compare", off, wk, "--out", str(out)]) == 0  # off differs from itself
+    rows = json.loads(out.read_text())["rows"][2:]
+    assert [(row["ours"], row["off_passes"]) for row in rows] == [(1.0, [0.0, 1.0])] * 2 + [(0.0, [0.0])] * 2
+    assert (
+        rows[2]["case"] == "mode=off phase=check heads=16 index=64 graph=FULL B=1 ctx=3000 tp=2 budget=1024"
+    )
     with pytest.raises(SystemExit):
         tp.main(["--mode", "off"])
     assert "--tokens" in capsys.readouterr().err

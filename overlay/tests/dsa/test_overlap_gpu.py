@@ -21,7 +21,7 @@ if "overlap.schedule" not in Path(find_spec("vllm.models.deepseek_v32.attention"
 from torch.profiler import ProfilerActivity, profile
 from vllm.config import CUDAGraphMode
 from vllm.dsa import counters
-from vllm.dsa.overlap import schedule
+from vllm.dsa.overlap import gates, schedule
 from vllm.dsa.overlap.streams import Lane
 from vllm.forward_context import override_forward_context
 from vllm.models.deepseek_v32.common import kernels
@@ -151,6 +151,28 @@ def test_a_short_context_gives_the_same_bits(monkeypatch, heads, index_heads):
             with override_forward_context(model.context):
                 results[mode] = [model(model.hidden(seed)).clone() for seed in range(3)]
             assert (model.topk == -1).any() and (model.topk >= 0).any()
+    check(results)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_projections_that_share_scratch_memory_give_the_same_bits(monkeypatch, where):
+    """Marlin's locks, which no side branch uses: eagerly, and in replays of a FULL graph."""
+    results = {}
+    for mode in MODES:
+        with monkeypatch.context() as patch:
+            counters.reset()
+            model = build(patch, mode, 16, marlin_projections=True)
+            assert gates.shared_scratch(model.layers[0].q_b_proj) == "MarlinFP8ScaledMMLinearKernel"
+            hold_up(patch, where)
+            with override_forward_context(model.context):
+                results[mode] = [model(model.hidden(seed)).clone() for seed in range(3)]
+            static = model.hidden(0)
+            graph, out = capture(model, static)
+            assert forks() == ({} if mode == "off" else {mode: 15})
+            for seed in range(3, 6):
+                static.copy_(model.hidden(seed))
+                graph.replay()
+                results[mode].append(out.clone())
     check(results)
 
 

@@ -11,7 +11,9 @@ from types import SimpleNamespace
 import torch
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import ForwardContext
+from vllm.model_executor.kernels.linear import MarlinFP8ScaledMMLinearKernel
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.utils import marlin_utils_fp8 as marlin
 from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 from vllm.utils.deep_gemm import get_paged_mqa_logits_metadata
 from vllm.utils.platform_utils import num_compute_units
@@ -36,6 +38,26 @@ class Linear:
         return torch.nn.functional.linear(x, self.weight), None
 
 
+class Marlin(torch.nn.Module):
+    """The same in FP8 weights by upstream's Marlin kernel, whose locks all calls on a stream share."""
+
+    def __init__(self, plain: Linear) -> None:
+        super().__init__()
+        self.output_size_per_partition, self.input_size_per_partition = plain.weight.shape
+        self.logical_widths, self.orig_dtype = [plain.weight.shape[0]], torch.bfloat16
+        scale = plain.weight.float().abs().amax().view(1) / 448
+        weight = (plain.weight.float() / scale).to(torch.float8_e4m3fn).t().contiguous()
+        self.weight = torch.nn.Parameter(weight, requires_grad=False)
+        self.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+        marlin.prepare_fp8_layer_for_marlin(self)
+        kernel = object.__new__(MarlinFP8ScaledMMLinearKernel)
+        self.quant_method = SimpleNamespace(fp8_linear=kernel)
+
+    def forward(self, x: torch.Tensor):
+        sizes = {"size_n": self.output_size_per_partition, "size_k": self.input_size_per_partition}
+        return marlin.apply_fp8_marlin_linear(x, self.weight, self.weight_scale, None, **sizes), None
+
+
 class Layer:
     """A layer with an indexer; ``attention_class`` holds the three methods under test."""
 
@@ -48,6 +70,7 @@ class Layer:
         tokens: int,
         topk: torch.Tensor,
         attention_class: type = DeepseekV32Attention,
+        marlin_projections: bool = False,
     ) -> None:
         for name in ("forward", "_sparse_indexer_and_attn", "_should_prepare_mqa_query"):
             setattr(self, name, getattr(attention_class, name).__get__(self))
@@ -115,6 +138,10 @@ class Layer:
             forward_mqa=self._attend,
         )
         self._indexer_overlap = None
+        if marlin_projections:
+            self.fused_qkv_a_proj = Marlin(self.fused_qkv_a_proj)
+            self.q_b_proj = Marlin(self.q_b_proj)
+            self.indexer.wq_b = Marlin(self.indexer.wq_b)
 
     def _use_sparse_mha(self, attn_metadata) -> bool:
         return False

@@ -299,30 +299,51 @@ def test_the_names_of_cards():
     assert auto.card_slug("NVIDIA H100 80GB HBM3") == "h100-80gb-hbm3"
 
 
-# --- full only
+# --- by layer
 
 
-@pytest.mark.parametrize(
-    ("kernel", "shared"),
-    [
-        ("MarlinFP8ScaledMMLinearKernel", True),
-        ("FlashInferFP8ScaledMMLinearKernel", True),
-        ("DeepGemmFp8BlockScaledMMKernel", False),
-        ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", False),
-        ("CutlassFP8ScaledMMLinearKernel", False),
-    ],
-)
-def test_kernels_that_share_scratch_memory_keep_full_from_forking(monkeypatch, kernel, shared):
-    """Both run beside a side branch; Marlin's locks, for example, are one buffer for all layers."""
+KERNELS = [
+    ("MarlinFP8ScaledMMLinearKernel", True),
+    ("FlashInferFP8ScaledMMLinearKernel", True),
+    ("DeepGemmFp8BlockScaledMMKernel", False),
+    ("FlashInferFp8DeepGEMMDynamicBlockScaledKernel", False),
+    ("CutlassFP8ScaledMMLinearKernel", False),
+]
+
+
+@pytest.mark.parametrize(("kernel", "shared"), KERNELS)
+@pytest.mark.parametrize("mode", ["wk", "full"])
+def test_a_side_projection_that_shares_scratch_memory_never_forks(monkeypatch, mode, kernel, shared):
+    """Upstream leaves wk_weights_proj unquantised; were it not, others would run beside it."""
+    import vllm.model_executor.kernels.linear as linear
+
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", mode)
+    model = Model(monkeypatch, layers=(True,))
+    method = SimpleNamespace(fp8_linear=object.__new__(getattr(linear, kernel)))
+    model.layers[0].indexer.wk_weights_proj.quant_method = method
+    model.run(passes=1)
+    if shared:
+        reason = f"wk_weights_proj runs {kernel}, which may share scratch memory between streams"
+        assert list(counted("declined")) == [f"wk and full: {reason}"]
+        assert counted("serial") == {"declined": 1} and not counted("forked")
+        assert model.machine.aux.clock == {} and not model.machine.violations
+    else:
+        assert counted("forked") == {mode: 1}
+
+
+@pytest.mark.parametrize("kernel", [name for name, _ in KERNELS])
+def test_projections_of_the_main_stream_may_share_scratch_memory(monkeypatch, kernel):
+    """No two of them run at the same time, in no mode."""
     import vllm.model_executor.kernels.linear as linear
 
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
     model = Model(monkeypatch, layers=(True,))
-    method = SimpleNamespace(fp8_linear=object.__new__(getattr(linear, kernel)))
-    model.layers[0].indexer.wq_b.quant_method = method
+    layer = model.layers[0]
+    for projection in (layer.fused_qkv_a_proj, layer.q_b_proj, layer.indexer.wq_b, layer.o_proj):
+        method = SimpleNamespace(fp8_linear=object.__new__(getattr(linear, kernel)))
+        projection.quant_method = method
     model.run(passes=1)
-    assert counted("forked") == {"wk" if shared else "full": 1}
-    assert list(counted("declined")) == ([f"full: {gates.full_reason(model.layers[0])}"] if shared else [])
+    assert counted("forked") == {"full": 1} and not counted("declined")
 
 
 def test_every_name_in_the_list_of_kernels_exists():
@@ -331,13 +352,11 @@ def test_every_name_in_the_list_of_kernels_exists():
     assert [name for name in gates.PRIVATE_SCRATCH if not hasattr(linear, name)] == []
 
 
-@pytest.mark.parametrize("projection", ["q_b_proj", "wq_b"])
-def test_an_unknown_linear_method_keeps_full_from_forking(monkeypatch, projection):
+def test_an_unknown_linear_method_on_the_side_never_forks(monkeypatch):
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
     model = Model(monkeypatch, layers=(True,))
-    owner = model.layers[0] if projection == "q_b_proj" else model.layers[0].indexer
-    getattr(owner, projection).quant_method = SimpleNamespace()
-    assert gates.full_reason(model.layers[0]).startswith(f"{projection} runs SimpleNamespace")
+    model.layers[0].indexer.wk_weights_proj.quant_method = SimpleNamespace()
+    assert gates.layer_reason(model.layers[0]).startswith("wk_weights_proj runs SimpleNamespace")
 
 
 def test_cards_whose_query_packing_is_one_kernel_keep_full_from_forking(monkeypatch):

@@ -73,8 +73,8 @@ def forward_reason(context: Any, tokens: int) -> str | None:
 
 #: Linear kernels of vLLM 0.33.0 that hold no scratch memory that two streams would share: they have none, or
 #: take it from the allocator at each call (FlashInfer's block-scaled one), or per stream (cuBLAS). Not among
-#: them, for example: Marlin, whose locks lie in one buffer of the workspace manager, and FlashInfer's FP4 and
-#: per-tensor FP8 products, whose workspace is cached per device.
+#: them, for example: FlashInfer's FP4 and per-tensor FP8 products, whose workspace is cached per device, and
+#: Marlin, whose locks lie in a buffer of the workspace manager that must be there before it is locked.
 PRIVATE_SCRATCH = frozenset(
     {
         "CutlassFP8ScaledMMLinearKernel",
@@ -91,20 +91,28 @@ PRIVATE_SCRATCH = frozenset(
 )
 
 
-def full_reason(layer: Any) -> str | None:
-    """Why this layer's indexer must not run beside its path to attention (``wk`` may be possible even so).
+def layer_reason(layer: Any) -> str | None:
+    """Why this layer never forks.
+
+    ``wk_weights_proj`` is the only linear layer that a side branch runs (upstream never quantises it). All
+    others stay on the main stream, so theirs may share scratch memory among themselves; scoring and top-k,
+    beside which ``q_b_proj`` runs, take theirs from the allocator or from a buffer that no linear layer uses.
 
     Args:
         layer: a ``DeepseekV32Attention`` with an indexer, its weights loaded.
     """
+    kernel = shared_scratch(layer.indexer.wk_weights_proj)
+    if kernel is None:
+        return None
+    return f"wk_weights_proj runs {kernel}, which may share scratch memory between streams"
+
+
+def full_reason() -> str | None:
+    """Why no layer's indexer may run beside its path to attention (``wk`` may be possible even so)."""
     from vllm.platforms import current_platform
 
     if current_platform.has_device_capability(100):
         return "on this card upstream packs both queries in one CuTeDSL kernel"
-    for name, linear in (("q_b_proj", layer.q_b_proj), ("wq_b", layer.indexer.wq_b)):
-        kernel = shared_scratch(linear)
-        if kernel is not None:
-            return f"{name} runs {kernel}, which may share scratch memory between streams"
     return None
 
 

@@ -64,8 +64,9 @@ class LayerOverlap:
         self._full = False  # whether this pass forks F2 too
         self._positions: torch.Tensor | None = None  # of this pass
         self._held: tuple[Any, ...] = ()  # what a side branch reads and makes, until its join
-        self._full_reason: str | None = None  # why this layer never forks F2
-        self._looked = False  # whether _full_reason was looked for: weights are loaded after the constructor
+        self._most: Mode | None = (
+            None  # the most that this layer may do, looked for when its weights are loaded
+        )
         self._entries: dict[str, auto.Entry | None] = {}
 
     @property
@@ -89,7 +90,7 @@ class LayerOverlap:
             return None
         mode = self._mode(tokens)
         if mode is Mode.OFF:
-            counters.count(NAME, "serial", "auto")
+            counters.count(NAME, "serial", "declined" if self._most is Mode.OFF else "auto")
             return None
         if self._lane is None:
             self._lane = Lane(_side_stream())
@@ -241,19 +242,30 @@ class LayerOverlap:
 
     def _mode(self, tokens: int) -> Mode:
         mode = self._auto(tokens) if self.mode is Mode.AUTO else self.mode
-        if mode is not Mode.FULL:
+        if mode is Mode.OFF:
             return mode
-        if not self._looked:
-            self._looked, self._full_reason = True, gates.full_reason(self.layer)
-            if self._full_reason is not None:
-                counters.count(NAME, "declined", f"full: {self._full_reason}")
-                log.warning_once(
-                    f"{NAME}:full:{self._full_reason}",
-                    "vllm.dsa %s: full declined (%s), wk is used",
-                    NAME,
-                    self._full_reason,
-                )
-        return Mode.FULL if self._full_reason is None else Mode.WK
+        if self._most is None:
+            self._most = self._look()
+        return mode if self._most is Mode.FULL or mode is self._most else self._most
+
+    def _look(self) -> Mode:
+        """The most that this layer may do: FULL, WK or OFF. Says so once where that is less than FULL."""
+        reason, instead = gates.layer_reason(self.layer), Mode.OFF
+        if reason is None:
+            reason, instead = gates.full_reason(), Mode.WK
+        if reason is None:
+            return Mode.FULL
+        what = "full" if instead is Mode.WK else "wk and full"
+        counters.count(NAME, "declined", f"{what}: {reason}")
+        log.warning_once(
+            f"{NAME}:{what}:{reason}",
+            "vllm.dsa %s: %s declined (%s), %s is used",
+            NAME,
+            what,
+            reason,
+            instead,
+        )
+        return instead
 
     def _auto(self, tokens: int) -> Mode:
         full_graphs = self.config.compilation_config.cudagraph_mode.has_full_cudagraphs()
