@@ -97,7 +97,7 @@ def write_config(heads: int, index_heads: int, layers: int, overrides: dict[str,
 
 
 def seed_weights(model: Any, _config: Any = None) -> None:
-    """Fill every parameter: matrices normal with deviation 1/sqrt(fan in), norms 1, biases 0.
+    """Fill every parameter: matrices normal with deviation 1/sqrt(fan in), norms and scales 1, biases 0.
 
     Upstream's dummy weights are so small that all hidden states and scores are alike, and what a top-k costs
     depends on its scores. Each parameter has its own seed from its name, so two engines get the same model.
@@ -109,7 +109,7 @@ def seed_weights(model: Any, _config: Any = None) -> None:
             value = parameter.data
             if not value.is_floating_point():
                 continue
-            if value.ndim < 2:
+            if value.ndim < 2 or "scale" in name.rsplit(".", 1)[-1]:  # an FP8 weight has a matrix of scales
                 value.fill_(0.0 if name.endswith("bias") else 1.0)
                 continue
             generator = torch.Generator(device=value.device).manual_seed(zlib.crc32(name.encode()))
