@@ -135,7 +135,7 @@ run_envs() {
     return "$code"
 }
 
-run_overlay() { series overlay-test && pytest -m torch tests/deepgemm; }
+run_overlay() { series overlay-test && pytest -m torch tests/deepgemm tests/fused_q; }
 
 run_upstream() { series baseline diff && pytest -m upstream tests/baseline; }
 
