@@ -87,6 +87,9 @@ def generate(args: argparse.Namespace) -> None:
         "hf": {},
         "llm": ({"max_num_batched_tokens": args.budget} if args.budget else {})
         | {
+            # A fixed small cache: other work may be on the cards.
+            "gpu_memory_utilization": 0.2,
+            "kv_cache_memory_bytes": 3_000_000_000,
             "decode_context_parallel_size": args.dcp,
             "tensor_parallel_size": world,
             "distributed_executor_backend": "external_launcher",
