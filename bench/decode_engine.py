@@ -372,14 +372,15 @@ def look(events: list[dict[str, Any]]) -> dict[str, Any]:
     """
     events = sorted(events, key=lambda event: event["ts"])
     edges = [e for e in events if "norm" in e["name"].lower() and "norm_rope" not in e["name"]]
-    blocks = []
+    spans = set()  # `full` norms in two kernels, both in the same block
     for event in events:
         if "fused_norm_rope" not in event["name"]:
             continue
         before = [e["ts"] + e["dur"] for e in edges if e["ts"] < event["ts"]]
         after = [e["ts"] for e in edges if e["ts"] > event["ts"]]
         if before and after:
-            blocks.append((max(before), min(after)))
+            spans.add((max(before), min(after)))
+    blocks = sorted(spans)
     inside = [e for e in events if any(a <= e["ts"] < b for a, b in blocks)]
     length = sum(b - a for a, b in blocks)
     found: dict[str, Any] = {"blocks": len(blocks)}
