@@ -138,7 +138,27 @@ def reasons(found: dict[Key, dict[int, Point]]) -> str:
                 "" if len(point.ratios["off"]) >= LEAST_CONTEXTS else "  off was not compared with itself"
             )
             lines.append(f"  B={batch}: {point.choice()}  noise {point.noise():.3f}  {shown}{control}")
+        gap = auto_gap(points)
+        if gap is not None:
+            lines.append(
+                f"  auto took at most {1 / gap[0]:.3f} times the best fixed mode; noise {gap[1]:.3f}"
+            )
     return "\n".join(lines) or "nothing is measured"
+
+
+def auto_gap(points: dict[int, Point]) -> tuple[float, float] | None:
+    """How far ``auto`` stays behind the best fixed mode of a configuration.
+
+    Returns:
+        The least over all points of what the best of off, wk and full took divided by what auto took (1.0: as
+        fast), and the most that off's own passes differ by, as a share; None where auto was not measured.
+    """
+    gaps = []
+    for point in points.values():
+        for context, ratio in point.ratios["auto"].items():
+            fixed = [point.ratios[mode].get(context, 0.0) for mode in ("wk", "full")]
+            gaps.append(ratio / max(1.0, *fixed))
+    return (min(gaps), max(point.noise() for point in points.values())) if gaps else None
 
 
 def main(argv: list[str] | None = None) -> int:

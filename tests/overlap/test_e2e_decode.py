@@ -396,8 +396,16 @@ def test_a_trace_is_read_block_by_block(engine: ModuleType) -> None:
     second = [event | {"ts": event["ts"] + 60} for event in layer]
     found = engine.look([*second, *layer])
     assert found == {"blocks": 2, "streams": 2, "block_us": 18, "together": pytest.approx(6 / 18)}
-    split = [*layer, kernel("_fused_norm_rope_kernel", 10, 1, stream=9)]  # full: the indexer's key on the side
-    assert engine.look(split) == {"blocks": 1, "streams": 2, "block_us": 18, "together": pytest.approx(7 / 18)}
+    split = [
+        *layer,
+        kernel("_fused_norm_rope_kernel", 10, 1, stream=9),
+    ]  # full: the indexer's key on the side
+    assert engine.look(split) == {
+        "blocks": 1,
+        "streams": 2,
+        "block_us": 18,
+        "together": pytest.approx(7 / 18),
+    }
     unfused = [kernel("gemm", 0, 8), kernel("gemm", 6, 4, stream=9)]
     assert engine.look(unfused) == {"blocks": 0, "streams": 2, "together": pytest.approx(2 / 10)}
     assert engine.look([]) == {"blocks": 0, "streams": 0}

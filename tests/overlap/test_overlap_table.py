@@ -72,6 +72,24 @@ def test_without_a_control_of_off_nothing_is_chosen(table: ModuleType, tmp_path:
     assert "off was not compared with itself" in table.reasons(table.read(tmp_path))
 
 
+def test_auto_is_compared_with_the_best_fixed_mode(table: ModuleType, tmp_path: Path) -> None:
+    measured = {
+        ("off", 1): [1.002, 0.98, 1.0],
+        ("wk", 1): [0.99, 1.05, 1.0],
+        ("full", 1): [0.98, 1.04, 1.1],
+        ("auto", 1): [1.0, 1.05, 1.045],
+    }
+    results(tmp_path, measured)
+    (points,) = table.read(tmp_path).values()
+    assert table.auto_gap(points) == pytest.approx((1.045 / 1.1, 0.02))
+    assert "auto took at most 1.053 times the best fixed mode; noise 0.020" in table.reasons(
+        table.read(tmp_path)
+    )
+    results(tmp_path, {("full", 1): [1.0, 1.0, 1.0]})
+    (points,) = table.read(tmp_path).values()
+    assert table.auto_gap(points) is None
+
+
 def test_the_newest_row_of_a_case_counts(table: ModuleType, tmp_path: Path) -> None:
     results(tmp_path, {("full", 1): [1.06, 1.05, 1.02]})
     file = tmp_path / "0.33.0-h200.json"
