@@ -117,9 +117,10 @@ def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> N
 
 def let_auto_act() -> None:
     """Let ``auto`` of this process do what was measured, checked or not: here it is what is looked at."""
+    from vllm.dsa import provenance
     from vllm.dsa.overlap import auto
 
-    auto.CHECKED_IN_ENGINE = True
+    auto.CHECKED_IN_ENGINE |= {provenance.read().line}
 
 
 def profiled(args: argparse.Namespace, batch: int) -> bool:

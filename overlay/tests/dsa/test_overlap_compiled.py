@@ -536,7 +536,7 @@ def test_auto_builds_what_the_measurement_needs(
     from vllm.dsa.overlap import auto, measured
 
     entry = auto.Entry("0.28.0", "h200", cases.HEADS, cases.INDEX_HEADS, "FULL", points)
-    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", True)
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({"0.28.0"}))
     monkeypatch.setattr(measured, "MEASURED", (entry,))
     monkeypatch.setattr(attaching.provenance, "read", lambda: SimpleNamespace(line="0.28.0"))
     overlap = attaching.attach(engine.layer)

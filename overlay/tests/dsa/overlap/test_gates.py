@@ -254,13 +254,14 @@ def test_auto_chooses_by_token_count(tokens, mode):
 
 def test_auto_acts_as_off_until_an_engine_was_compared(monkeypatch):
     monkeypatch.setattr(measured, "MEASURED", (entry(),))
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({"another line"}))
     serial(Model(monkeypatch))
     assert "forked" not in {row["outcome"] for row in vllm.dsa.info()["features"]["overlap"]["counters"]}
     assert feature.probe(None) == features.Status(features.State.OFF, auto.NOT_CHECKED)
 
 
 def test_auto_runs_what_was_measured(monkeypatch):
-    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", True)
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
     monkeypatch.setattr(measured, "MEASURED", (entry(),))
     model = Model(monkeypatch)
     for tokens in (4, 8, 16):
@@ -272,7 +273,7 @@ def test_auto_runs_what_was_measured(monkeypatch):
 
 @pytest.mark.parametrize("other", [entry(heads=16), entry(graph="NONE")])
 def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
-    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", True)
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
     monkeypatch.setattr(measured, "MEASURED", (other,))
     serial(Model(monkeypatch))
     assert counted("serial") == {"auto": 2}
@@ -280,7 +281,7 @@ def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
 
 @pytest.mark.parametrize("what", ["speculative decoding", "decode context parallelism"])
 def test_auto_takes_an_engine_of_another_kind_for_unmeasured(monkeypatch, what):
-    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", True)
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
     monkeypatch.setattr(measured, "MEASURED", (entry(),))
     dcp = {"decode_context_parallel_size": 2} if what == "decode context parallelism" else {}
     model = Model(monkeypatch, parallel=dcp)

@@ -11,11 +11,12 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from vllm.dsa import provenance
 from vllm.dsa.overlap.mode import Mode
 
-# Whether an engine on a card gave the tokens and logits of `off` with what MEASURED names. The order of
-# `full` that was measured fastest has been compared bit by bit in operator tests only.
-CHECKED_IN_ENGINE = False
+# Lines on which an engine on a card gave the tokens and logits of `off` with what MEASURED names. On 0.33.0
+# the order of `full` that was measured fastest has been compared in operator tests only.
+CHECKED_IN_ENGINE: frozenset[str] = frozenset()
 NOT_CHECKED = "auto acts as off: measured faster, but not yet compared with off in an engine on a card"
 
 
@@ -80,7 +81,7 @@ def unmeasured(config: Any | None) -> str | None:
     Args:
         config: a VllmConfig, or None where there is no engine.
     """
-    if not CHECKED_IN_ENGINE:
+    if provenance.read().line not in CHECKED_IN_ENGINE:
         return NOT_CHECKED
     if config is None:
         return None
