@@ -131,7 +131,8 @@ def rows(
 ) -> list[dict[str, Any]]:
     """Two rows per mode, control and point, as those of a check, against the mode's own first pass.
 
-    Where its two passes (``again``) differ, the better of both counts; ``own_passes`` has both shares.
+    Where its two passes (``again``) differ, the better of both counts; ``own_passes`` has both shares, and
+    `differences` says where that one differs.
 
     Args:
         starts: what was measured, by mode.
@@ -149,8 +150,22 @@ def rows(
                     if name != AGAIN and point in again:
                         passes.append(again[point])
                     against = [agreement(one, found) for one in passes]
-                    for metric, value in zip(("equal logits", "equal tokens"), max(against), strict=True):
+                    best = against.index(max(against))
+                    more = {"own_passes": [pair[0] for pair in against]} | differences(passes[best], found)
+                    for metric, value in zip(("equal logits", "equal tokens"), against[best], strict=True):
                         row = {"case": f"{case(mode, point)} control={name}", "metric": metric, "unit": "1"}
                         row |= {"baseline": 1.0, "ours": value, "ratio": value, "runs": len(found["logits"])}
-                        made.append(row | {"own_passes": [pair[0] for pair in against]})
+                        made.append(row | more)
     return made
+
+
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
+    """Where two passes differ: rows of the last hidden states and of the logits, and caches at the end."""
+    if "rows" not in one or "rows" not in other:
+        return {}
+    found: dict[str, Any] = {"rows": sum(len(logits) for _, logits in one["rows"])}
+    for index, name in enumerate(("hidden_rows_differ", "logit_rows_differ")):
+        pairs = zip(one["rows"], other["rows"], strict=False)
+        found[name] = sum(x != y for a, b in pairs for x, y in zip(a[index], b[index], strict=False))
+    caches = [name for name, value in one["caches"].items() if other["caches"].get(name) != value]
+    return found | {"caches_differ": caches}

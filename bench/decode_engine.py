@@ -16,6 +16,7 @@ import random
 import statistics
 import tempfile
 import time
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -110,6 +111,20 @@ def fill_caches(model: Any, seed: int = 0) -> dict[str, int]:
         generator = torch.Generator(device=cache.device).manual_seed(seed + number)
         kind = fill_cache(cache, generator)
         found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def cache_sums(model: Any) -> dict[str, int]:
+    """A sum over the bytes of every layer's cache, by the layer's name."""
+    import torch
+
+    found = {}
+    for name, module in model.named_modules():
+        cache = getattr(module, "kv_cache", None)
+        cache = cache[0] if isinstance(cache, list | tuple) and cache else cache
+        if isinstance(cache, torch.Tensor) and cache.numel():
+            parts = cache.view(torch.uint8).split(max(1, (1 << 28) // cache[0].nbytes))
+            found[name] = sum(int(part.sum(dtype=torch.int64)) for part in parts)
     return found
 
 
@@ -231,6 +246,7 @@ class Engine:
         if filled and "indexer" not in self.caches:
             raise RuntimeError(f"no indexer cache of a known layout was found: {self.caches}")
         self._logits: list[str] | None = None
+        self._rows: list[list[list[int]]] = []
         self.llm.apply_model(self._watch_logits)
         self._requests = 0
         self.start_seconds = time.perf_counter() - start
@@ -261,6 +277,8 @@ class Engine:
                 data = logits.float().cpu().numpy()
                 spread = float(data.std())
                 self._logits.append(f"{hashlib.sha256(data.tobytes()).hexdigest()[:16]} {spread:.3g}")
+                rows = hidden_states[: len(data)].float().cpu().numpy()
+                self._rows.append([[zlib.crc32(row) for row in part] for part in (rows, data)])
             return logits
 
         model.compute_logits = watched
@@ -351,13 +369,18 @@ class Engine:
         return [event for event in events if event.get("cat") == "kernel"]
 
     def check(self, batch: int, context: int, steps: int) -> dict[str, Any]:
-        """Prefill and decode for real; hashes of all logits in order, and all tokens."""
-        self._logits = []
+        """Prefill and decode for real; hashes of all logits in order, and all tokens.
+
+        Beside them, to find where a difference comes from: of each step the hash of every request's last
+        hidden state and logits (``rows``), and at the end a sum over each layer's caches (``caches``).
+        """
+        self._logits, self._rows = [], []
         self._add(batch, context, steps)
         tokens = self._finish()
         logits, self._logits = self._logits, None
         ordered = [tokens[name] for name in sorted(tokens, key=int)]
-        return {"logits": logits, "tokens": ordered}
+        sums = self.llm.apply_model(cache_sums)[0]
+        return {"logits": logits, "tokens": ordered, "rows": self._rows, "caches": sums}
 
 
 def look(events: list[dict[str, Any]]) -> dict[str, Any]:

@@ -52,6 +52,19 @@ def test_a_control_is_compared_with_the_same_compiled_graph(decode: ModuleType, 
     ]
 
 
+def test_rows_say_where_a_control_differs(decode: ModuleType) -> None:
+    controls = importlib.import_module("compiled_controls")
+    one = {"rows": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]], "caches": {"layers.0": 10, "layers.1": 11}}
+    other = {"rows": [[[1, 2], [3, 9]], [[0, 6], [0, 8]]], "caches": {"layers.0": 10, "layers.1": 12}}
+    assert controls.differences(one, other) == {
+        "rows": 4,
+        "hidden_rows_differ": 1,
+        "logit_rows_differ": 2,
+        "caches_differ": ["layers.1"],
+    }
+    assert controls.differences(one, {}) == {}
+
+
 class Overlap:
     """Stands for `vllm.dsa.overlap.compiled.layer.LayerOverlap`."""
 
