@@ -4,10 +4,11 @@
     python bench/fused_q.py check            # bit comparison only
     python bench/fused_q.py sweep            # block sizes
     python bench/fused_q.py table --out DIR  # the published table, one results file per line
-    python bench/fused_q.py neighbours       # upstream's fused norm and RoPE kernel, for comparison
+    python bench/fused_q.py neighbours --out DIR  # norms and rotation, and ours without an indexer
 
 ``--upstream KERNELS_PY`` takes the pinned tree's ``vllm/models/deepseek_v32/common/kernels.py`` and runs it
-on the machine's own torch and Triton; without it an installed patched vLLM is used.
+on the machine's own torch and Triton; without it an installed patched vLLM is used, of 0.28.0 for that line's
+rows alone.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import fused_q_check
+import fused_q_neighbours
+import results_file
 from fused_q_cases import (
     ROOT,
     Shape,
@@ -183,11 +186,12 @@ def measure(
     return rows
 
 
-def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> None:
+def provenance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    """What every row says of its run, and the card's name."""
     import triton
 
     smi = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-    driver, card = subprocess.run(smi, capture_output=True, text=True).stdout.strip().split(", ")
+    driver, card = subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0].split(", ")
     common = {
         "runs": args.runs,
         "commit": args.commit,
@@ -196,6 +200,11 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
         "triton": triton.__version__,
         "date": datetime.date.today().isoformat(),
     }
+    return common, card
+
+
+def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> None:
+    common, card = provenance(args)
     copy = copy_tb_per_s(args.runs)
     print(f"copy {copy:.2f} TB/s")
     ceiling = {
@@ -206,17 +215,18 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
         "ours": copy,
         "ratio": 1.0,
     }
-    results: dict[str, list[dict[str, Any]]] = {"0.33.0": [ceiling | common], "0.28.0": [ceiling | common]}
+    results: dict[str, list[dict[str, Any]]] = {}
     shapes = SHAPES + [Shape(s.heads, s.index, s.interleave, fp8_query=True) for s in SHAPES[:2]]
     shapes += [Shape(16, 64, False, has_indexer=False)]
-    for shape, tokens in product(shapes, TOKENS):
+    for shape, tokens in product(shapes if kernels else [], TOKENS):
         suffix = " query=fp8" * shape.fp8_query + " indexer=no" * (not shape.has_indexer)
         case = f"kernel T={tokens} heads={shape.heads} index={shape.index}{suffix}"
         pair = calls_for(kernels, launch, shape, tokens, caches)
-        results["0.33.0"] += measure(pair, case, shape.bytes(tokens), tokens, copy, args.runs, common)
+        rows = results.setdefault("0.33.0", [ceiling | common])
+        rows += measure(pair, case, shape.bytes(tokens), tokens, copy, args.runs, common)
     if args.line_0_28:
         kernel = extract_kernel(args.line_0_28, "_fused_indexer_q_rope_quant_kernel")
-        for index, tokens in product((64, 32), TOKENS):
+        for double, index, tokens in product((False, True), (64, 32), TOKENS):
             shape = Shape(16, index, False)
             nbytes = tokens * (8 + 256 + index * (128 * 3 + 6))
             pair = ([], [])
@@ -224,9 +234,10 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
                 inputs = make_inputs(shape, tokens, caches)
                 out = poisoned_outputs(shape, inputs)
                 pair[0].append(partial(call_upstream_0_28, kernel, shape, inputs, out))
-                pair[1].append(partial(call_ours_0_28, launch, shape, inputs, out))
-            case = f"kernel T={tokens} heads=any index={index}"
-            results["0.28.0"] += measure(pair, case, nbytes, tokens, copy, args.runs, common)
+                pair[1].append(partial(call_ours_0_28, launch, shape, inputs, out, double))
+            case = f"kernel T={tokens} heads=any index={index}{' factors=float64' * double}"
+            rows = results.setdefault("0.28.0", [ceiling | common])
+            rows += measure(pair, case, nbytes, tokens, copy, args.runs, common)
     if args.out is not None:
         args.out.mkdir(parents=True, exist_ok=True)
         notes = f"{card}; upstream's kernel and ours on the same torch and Triton, CUDA graph replays in turn"
@@ -242,54 +253,27 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
             (args.out / f"{line}-h200.json").write_text(json.dumps(doc | {"notes": notes}, indent=1) + "\n")
 
 
-def neighbours(kernels: Any, caches: Any, runs: int) -> None:
-    """Upstream's neighbours with the same eyes: time and fraction of the copy bandwidth."""
-    copy = copy_tb_per_s(runs)
-    for tokens in (1, 64, 512, 4096, 16384):
-        calls, nbytes = norm_rope_calls(kernels, tokens, caches)
-        us = paired_us(calls, calls, runs)[0]
-        print(
-            f"norm_rope T={tokens}: {us:.2f} us, {100 * nbytes / us / 1e6 / copy:.0f} % of copy", flush=True
-        )
-
-
-def norm_rope_calls(kernels: Any, tokens: int, caches: Any) -> tuple[list[Callable[[], Any]], int]:
-    bf16 = {"device": "cuda", "dtype": torch.bfloat16}
-    blocks = tokens // 64 + 2
-    # Read and write the latents, rotate, write both caches, clear the top-k rows.
-    nbytes = tokens * (2 * 2 * (1536 + 512 + 64) + 576 * 2 + 128 * 2 + 132 + 4 * 2048 + 2 * 256 + 24)
-    calls = []
-    for _ in range(max(4, min(32, WORKING_SET // nbytes))):
-        qkv = torch.randn(tokens, 1536 + 512 + 64, **bf16)
-        q_c, kv_c, k_pe = qkv.split([1536, 512, 64], dim=-1)
-        kw = torch.randn(tokens, 192, **bf16)
-        slots = torch.randperm(blocks * 64, device="cuda")[:tokens]
-        args: dict[str, Any] = dict(  # noqa: C408 - parameters of the function below
-            positions=torch.arange(tokens, device="cuda"),
-            q_c=q_c,
-            q_rms_norm_w=torch.ones(1536, **bf16),
-            q_rms_eps=1e-6,
-            kv_c=kv_c,
-            kv_rms_norm_w=torch.ones(512, **bf16),
-            kv_rms_eps=1e-6,
-            k_pe=k_pe,
-            k_rope_cos_sin_cache=caches[0],
-            index_k=kw[:, :128],
-            index_k_layer_norm_w=torch.ones(128, device="cuda"),
-            index_k_layer_norm_bias=torch.zeros(128, device="cuda"),
-            index_k_layer_norm_eps=1e-6,
-            index_k_rope_cos_sin_cache=caches[1],
-            topk_indices_buffer=torch.empty(tokens, 2048, dtype=torch.int32, device="cuda"),
-            slot_mapping=slots,
-            indexer_k_cache=torch.zeros(blocks, 64, 132, dtype=torch.uint8, device="cuda"),
-            mla_kv_cache=torch.zeros(blocks, 64, 576, **bf16),
-            mla_k_scale=torch.ones(1, device="cuda"),
-            q_c_out=torch.empty_like(q_c),
-            kv_c_out=torch.empty_like(kv_c),
-            k_pe_out=torch.empty_like(k_pe),
-        )
-        calls.append(lambda args=args: kernels.fused_norm_rope(**args))
-    return calls, nbytes
+def neighbours(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> None:
+    """What stands beside the query packing, and copies of as many bytes; rows go into ``--out``."""
+    common = provenance(args)[0]
+    copy = copy_tb_per_s(args.runs)
+    rows = []
+    for case, nbytes, calls in fused_q_neighbours.cases(kernels, launch, caches):
+        copies = fused_q_neighbours.copies_of(nbytes, len(calls))
+        us, plain = paired_us(calls, copies, args.runs)
+        found = {
+            "time": ("us", us, us, 1.0),
+            "bytes": ("B", nbytes, nbytes, 1.0),
+            "fraction of copy bandwidth": ("1", *(nbytes / us / 1e6 / copy,) * 2, 1.0),
+            "time of an elementwise kernel of as many bytes": ("us", plain, us, plain / us),
+        }
+        for metric, (unit, baseline, ours, ratio) in found.items():
+            values = {"baseline": baseline, "ours": ours, "ratio": ratio}
+            rows.append({"case": case, "metric": metric, "unit": unit} | values | common)
+        rate = 100 * nbytes / us / 1e6 / copy
+        print(f"{case}: {us:.2f} us, {rate:.0f} % of copy; elementwise {plain:.2f} us", flush=True)
+    if args.out is not None:
+        results_file.add(args.out / "0.33.0-h200.json", "fused_q", "0.33.0", rows, replace=True)
 
 
 def main() -> int:
@@ -312,6 +296,10 @@ def main() -> int:
     args = parser.parse_args()
     torch.manual_seed(0)
     kernels, launch = load_kernels(args.upstream)
+    if kernels is None:
+        from vllm.model_executor.layers import sparse_attn_indexer
+
+        args.line_0_28 = args.line_0_28 or Path(sparse_attn_indexer.__file__)
     if args.rows:
         launch.INDEX_ROWS = launch.PE_ROWS = args.rows
     if args.warps:
@@ -328,7 +316,7 @@ def main() -> int:
         elif what == "table":
             table(kernels, launch, caches, args)
         else:
-            neighbours(kernels, caches, args.runs)
+            neighbours(kernels, launch, caches, args)
         print(f"[{what}: {time.time() - start:.0f} s]", flush=True)
     return 0
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import decode_engine
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,11 +52,15 @@ def _load(name: str, path: Path) -> Any:
 def load_kernels(upstream: Path | None) -> tuple[Any, Any]:
     """Return (upstream's kernels module, our launch module).
 
-    Without a path both come from the installed vLLM. With one, ``kernels.py`` of the pinned tree runs on this
-    machine's own torch and Triton, with stand-ins for the few vLLM names that it imports.
+    Without a path both come from the installed vLLM; 0.28.0's models do not use that module: None. With
+    one, ``kernels.py`` of the pinned tree runs on this machine's own torch and Triton, with stand-ins for
+    the few vLLM names that it imports.
     """
     if upstream is None:
         from vllm.dsa.fused_q import launch
+
+        if decode_engine.compiled_line():
+            return None, launch
         from vllm.models.deepseek_v32.common import kernels
 
         return kernels, launch
@@ -220,7 +225,9 @@ def call_upstream_0_28(
     )
 
 
-def call_ours_0_28(launch: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...]) -> None:
+def call_ours_0_28(
+    launch: Any, shape: Shape, inputs: dict[str, Any], out: tuple[torch.Tensor, ...], double: bool = False
+) -> None:
     launch.launch_index_q(
         inputs["positions"],
         inputs["index_q"],
@@ -231,4 +238,5 @@ def call_ours_0_28(launch: Any, shape: Shape, inputs: dict[str, Any], out: tuple
         not shape.interleave,
         out[0],
         out[1],
+        double,
     )

@@ -11,7 +11,8 @@ For each shape (heads / indexer heads) one engine on the seeded model of ``e2e_m
 - ``--profiles`` prefills of A and of B under the profiler: time by kind of kernel, and every kernel's name.
 
 The other features of vllm.dsa are off. On line 0.28.0 every setting runs the op that ``on`` puts into the
-graph; it calls either kernel. The card's clock and power are sampled during the timed prefills. Rows (results
+graph; it calls either kernel. The card's clock, power and what holds the clock down are sampled during the
+timed prefills, which follow each other at once or after ``--pause`` seconds of rest. Rows (results
 schema) are appended to ``--out`` after each shape; a shape that has rows there is not run again.
 """
 
@@ -117,6 +118,7 @@ def measure(engine: Any, args: Any) -> dict[str, Any]:
         for run in range(args.runs):
             for name in ("ABC", "CBA")[run % 2]:
                 use(name)
+                time.sleep(args.pause)
                 start = time.time()
                 result[name]["seconds"].append(engine.prefill_seconds(args.tokens, run))
                 result[name]["spans"].append((start, time.time()))
@@ -155,9 +157,11 @@ def extra_rows(like: dict[str, Any], result: dict[str, Any]) -> list[dict[str, A
     )
     clocks = result["A"].get("clock"), result["B"].get("clock")
     if all(clocks):
-        for metric, unit, i in (("SM clock", "MHz", 0), ("power", "W", 1)):
-            a, b = clocks[0][i], clocks[1][i]
-            rows.append(row(metric, unit, a, b, b / a, samples=[clocks[0][2], clocks[1][2]]))
+        kinds = (("SM clock", "MHz", "clock"), ("power", "W", "power"))
+        kinds += (("held by the power cap", "1", "power cap"), ("held by temperature", "1", "temperature"))
+        for metric, unit, key in kinds:
+            a, b = clocks[0][key], clocks[1][key]
+            rows.append(row(metric, unit, a, b, b / a if a else 1.0, samples=[c["samples"] for c in clocks]))
     profiles = [result[name].get("profiles") or [] for name in "AB"]
     if not all(profiles):
         return rows
@@ -171,14 +175,18 @@ def extra_rows(like: dict[str, Any], result: dict[str, Any]) -> list[dict[str, A
     return rows
 
 
+def pause_suffix(args: Any) -> str:
+    return f" pause={args.pause:g}s" if args.pause else ""
+
+
 def rows_of(args: Any, result: dict[str, Any]) -> list[dict[str, Any]]:
     args.sets = {name: {"VLLM_DSA_FUSED_Q": SETTINGS[name]} | ALONE for name in "AB"}
-    args.case_suffix = ""
+    args.case_suffix = pause_suffix(args)
     compared = {"A": result["A"] | {"again": result["C"]["answers"]}, "B": result["B"]}
     rows = e2e_prefill.rows(args, compared)
     rows += extra_rows(rows[0], result)
     args.sets = dict.fromkeys("AB", args.sets["A"])  # anew: the rows above hold the other
-    args.case_suffix = " control=off-against-off"
+    args.case_suffix = pause_suffix(args) + " control=off-against-off"
     control = control_of(result)
     rows += e2e_prefill.rows(args, control)
     return rows + extra_rows(rows[-3], control)
@@ -195,8 +203,8 @@ def stop(engine: Any) -> None:
     cleanup_dist_env_and_memory()
 
 
-def done(out: Path | None, heads: int, index_heads: int, tokens: int) -> bool:
-    case = f"e2e heads={heads} index={index_heads} S={tokens}"
+def done(out: Path | None, heads: int, index_heads: int, args: Any) -> bool:
+    case = f"e2e heads={heads} index={index_heads} S={args.tokens}{pause_suffix(args)}"
     if out is None or not out.exists():
         return False
     return any(r["case"] == case and r["metric"] == "prefill" for r in json.loads(out.read_text())["rows"])
@@ -211,6 +219,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tokens", type=int, default=131072)
     parser.add_argument("--layers", type=int, default=3)
     parser.add_argument("--runs", type=int, default=9)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds of rest before each timed prefill")
     parser.add_argument("--profiles", type=int, default=2)
     parser.add_argument("--memory", type=float, default=0.28, help="share of the card for each engine")
     parser.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
@@ -224,7 +233,7 @@ def main() -> int:
     os.environ.update(ALONE)
     failed = 0
     for heads, index_heads in args.shape:
-        if done(args.out, heads, index_heads, args.tokens):
+        if done(args.out, heads, index_heads, args):
             print(f"{heads}/{index_heads}: has rows in {args.out}", flush=True)
             continue
         of = SimpleNamespace(**vars(args) | {"heads": heads, "index_heads": index_heads, "hf_config": {}})

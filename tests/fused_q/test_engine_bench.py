@@ -59,9 +59,13 @@ def test_kernels_by_kind(bench: ModuleType) -> None:
     }
 
 
+def sampled(clock: float) -> dict[str, float]:
+    return {"clock": clock, "power": 600.0, "samples": 9, "power cap": 0.5, "temperature": 0.0}
+
+
 def measured(seconds: list[float], packing: float, clock: float) -> dict:
     kernels = [("_fused_q_kernel", 24, packing), ("mqa_logits", 24, 400.0)]
-    return {"seconds": seconds, "answers": [], "clock": (clock, 600.0, 9), "profiles": [kernels, kernels]}
+    return {"seconds": seconds, "answers": [], "clock": sampled(clock), "profiles": [kernels, kernels]}
 
 
 def test_rows_of_pairs_clock_and_kernels(bench: ModuleType) -> None:
@@ -74,6 +78,7 @@ def test_rows_of_pairs_clock_and_kernels(bench: ModuleType) -> None:
     pairs = rows["prefill, median of pairs"]
     assert (pairs["least"], pairs["ratio"], pairs["most"]) == pytest.approx((1.0, 1.1, 1.25))
     assert rows["SM clock"]["ratio"] == pytest.approx(1600 / 1700)
+    assert rows["held by the power cap"]["ours"] == 0.5 and rows["held by temperature"]["ratio"] == 1.0
     packing = rows["kernels: query packing"]
     assert (packing["baseline"], packing["ours"], packing["ratio"], packing["runs"]) == (80.0, 4.0, 20.0, 2)
     assert rows["kernels: all"]["baseline"] == 480.0
@@ -91,8 +96,9 @@ def test_the_control_compares_off_with_off(bench: ModuleType) -> None:
     assert row["ratio"] == 0.5
 
 
+@pytest.mark.parametrize(("pause", "of"), [(0.0, ""), (1.5, " pause=1.5s")])
 def test_rows_keep_the_settings_that_they_were_measured_with(
-    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch, pause: float, of: str
 ) -> None:
     def rows(args: argparse.Namespace, _result: dict) -> list[dict]:
         like = {"case": f"e2e{args.case_suffix}", "runs": 1, "settings": args.sets}
@@ -102,33 +108,43 @@ def test_rows_keep_the_settings_that_they_were_measured_with(
     result = {name: {"seconds": [1.0], "answers": []} for name in "ABC"}
     found = {
         row["case"]: [row["settings"][name]["VLLM_DSA_FUSED_Q"] for name in "AB"]
-        for row in bench.rows_of(argparse.Namespace(), result)
+        for row in bench.rows_of(argparse.Namespace(pause=pause), result)
     }
-    assert found == {"e2e": ["off", "on"], "e2e control=off-against-off": ["off", "off"]}
+    assert found == {f"e2e{of}": ["off", "on"], f"e2e{of} control=off-against-off": ["off", "off"]}
 
 
 def test_a_shape_that_has_rows_is_done(bench: ModuleType, tmp_path: Path) -> None:
     out = tmp_path / "rows.json"
-    assert not bench.done(out, 16, 64, 4096) and not bench.done(None, 16, 64, 4096)
+    args = bench.parse(["--shape", "16/64", "--tokens", "4096"])
+    assert not bench.done(out, 16, 64, args) and not bench.done(None, 16, 64, args)
     row = {"case": "e2e heads=16 index=64 S=4096", "metric": "prefill"}
     bench.results_file.add(out, "fused_q", "0.33.0", [row], replace=False)
-    assert bench.done(out, 16, 64, 4096) and not bench.done(out, 8, 32, 4096)
+    assert bench.done(out, 16, 64, args) and not bench.done(out, 8, 32, args)
+    args.pause = 1.0
+    assert not bench.done(out, 16, 64, args)
     assert json.loads(out.read_text())["feature"] == "fused_q"
 
 
 def test_samples_of_the_clock(clock: ModuleType) -> None:
     text = (
-        "2026/11/29 23:50:00.100, 1980, 320.5\n"
-        "2026/11/29 23:50:00.150, 1755, 690.0\n"
-        "2026/11/29 23:50:00.200, 1700, 699.0\n"
-        "2026/11/29 23:50:00.250, [N/A], 699.0\n"
+        "2026/11/29 23:50:00.100, 1980, 320.5, 0x0000000000000000\n"
+        "2026/11/29 23:50:00.150, 1755, 690.0, 0x0000000000000004\n"
+        "2026/11/29 23:50:00.200, 1700, 699.0, 0x0000000000000021\n"
+        "2026/11/29 23:50:00.250, [N/A], 699.0, 0x0\n"
+        "2026/11/29 23:50:00.270, 1700, 699.0, [N/A]\n"
         "2026/11/29 23:5"
     )
     log = clock.ClockLog()
     log.samples = clock.parse(text)
     assert len(log.samples) == 3
     start = datetime.datetime(2026, 11, 29, 23, 50, 0, 120000).timestamp()
-    assert log.within([(start, start + 0.1)]) == (1727.5, 694.5, 2)
+    assert log.within([(start, start + 0.1)]) == {
+        "clock": 1727.5,
+        "power": 694.5,
+        "samples": 2,
+        "power cap": 0.5,
+        "temperature": 0.5,
+    }
     assert log.within([(start + 9, start + 10)]) is None
 
 
