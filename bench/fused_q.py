@@ -111,6 +111,36 @@ def calls_for(kernels: Any, launch: Any, shape: Shape, tokens: int, caches: Any)
     return theirs, ours
 
 
+def calls_0_28(
+    launch: Any, index: int, tokens: int, caches: Any, source: Path, double: bool
+) -> tuple[tuple[list, list], int]:
+    """Calls of 0.28.0's kernel and of ours, and the bytes of one."""
+    kernel = extract_kernel(source, "_fused_indexer_q_rope_quant_kernel")
+    shape = Shape(16, index, False)
+    nbytes = tokens * (8 + 256 + index * (128 * 3 + 6))
+    pair: tuple[list, list] = ([], [])
+    for _ in range(max(4, min(64, -(-WORKING_SET // nbytes)))):
+        inputs = make_inputs(shape, tokens, caches)
+        out = poisoned_outputs(shape, inputs)
+        pair[0].append(partial(call_upstream_0_28, kernel, shape, inputs, out))
+        pair[1].append(partial(call_ours_0_28, launch, shape, inputs, out, double))
+    return pair, nbytes
+
+
+def sweep_0_28(launch: Any, caches: Any, source: Path, runs: int) -> None:
+    for index, tokens in product((64, 32), (1, 2, 4, 8, 64, 256, 1024, 4096, 16384)):
+        pair, nbytes = calls_0_28(launch, index, tokens, caches, source, True)
+        for rows, warps in ((8, 1), (16, 2), (32, 4), (64, 8), (16, 1), (32, 2)):
+            launch.INDEX_ROWS, launch.NUM_WARPS = rows, warps
+            theirs, ours = paired_us(*pair, runs)
+            chained_us = paired_us(chained(pair[0]), chained(pair[1]), runs) if tokens <= 64 else (0.0, 0.0)
+            print(
+                f"sweep 0.28.0 index={index} T={tokens} rows={rows} warps={warps}: {theirs:.3f} {ours:.3f} us, "
+                f"{nbytes / ours / 1e6:.2f} TB/s; chained {chained_us[0]:.3f} {chained_us[1]:.3f}",
+                flush=True,
+            )
+
+
 def sweep(kernels: Any, launch: Any, caches: Any, runs: int) -> None:
     configs = [(16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8), (128, 8)]
     for shape in [Shape(16, 64, False), Shape(8, 32, True)]:
@@ -225,16 +255,8 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
         rows = results.setdefault("0.33.0", [ceiling | common])
         rows += measure(pair, case, shape.bytes(tokens), tokens, copy, args.runs, common)
     if args.line_0_28:
-        kernel = extract_kernel(args.line_0_28, "_fused_indexer_q_rope_quant_kernel")
         for double, index, tokens in product((False, True), (64, 32), TOKENS):
-            shape = Shape(16, index, False)
-            nbytes = tokens * (8 + 256 + index * (128 * 3 + 6))
-            pair = ([], [])
-            for _ in range(max(4, min(64, -(-WORKING_SET // nbytes)))):
-                inputs = make_inputs(shape, tokens, caches)
-                out = poisoned_outputs(shape, inputs)
-                pair[0].append(partial(call_upstream_0_28, kernel, shape, inputs, out))
-                pair[1].append(partial(call_ours_0_28, launch, shape, inputs, out, double))
+            pair, nbytes = calls_0_28(launch, index, tokens, caches, args.line_0_28, double)
             case = f"kernel T={tokens} heads=any index={index}{' factors=float64' * double}"
             rows = results.setdefault("0.28.0", [ceiling | common])
             rows += measure(pair, case, nbytes, tokens, copy, args.runs, common)
@@ -312,7 +334,10 @@ def main() -> int:
             if fused_q_check.run(kernels, launch, args.line_0_28, (shard[0], shard[1])):
                 return 1
         elif what == "sweep":
-            sweep(kernels, launch, caches, args.runs)
+            if kernels is not None:
+                sweep(kernels, launch, caches, args.runs)
+            if args.line_0_28 is not None:
+                sweep_0_28(launch, caches, args.line_0_28, args.runs)
         elif what == "table":
             table(kernels, launch, caches, args)
         else:
