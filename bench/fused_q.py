@@ -135,7 +135,8 @@ def sweep_0_28(launch: Any, caches: Any, source: Path, runs: int) -> None:
             theirs, ours = paired_us(*pair, runs)
             chained_us = paired_us(chained(pair[0]), chained(pair[1]), runs) if tokens <= 64 else (0.0, 0.0)
             print(
-                f"sweep 0.28.0 index={index} T={tokens} rows={rows} warps={warps}: {theirs:.3f} {ours:.3f} us, "
+                f"sweep 0.28.0 index={index} T={tokens} rows={rows} warps={warps}: "
+                f"{theirs:.3f} {ours:.3f} us, "
                 f"{nbytes / ours / 1e6:.2f} TB/s; chained {chained_us[0]:.3f} {chained_us[1]:.3f}",
                 flush=True,
             )

@@ -84,13 +84,14 @@ def load_kernels(upstream: Path | None) -> tuple[Any, Any]:
     def pack_ue8m0_x4(scale):
         return scale
 
-    for name in ("vllm", "vllm.utils", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops", "vllm.dsa"):
+    for name in ("vllm", "vllm.utils", "vllm.v1", "vllm.v1.attention", "vllm.v1.attention.ops"):
         module(name)
     module("vllm.platforms", current_platform=platform)
     module("vllm.triton_utils", tl=tl, triton=triton)
     module("vllm.utils.deep_gemm", mqa_logits_use_mx_scales=lambda: False)
     module("vllm.v1.attention.ops.common", pack_ue8m0_x4=pack_ue8m0_x4)
     module("vllm.v1.kv_cache_interface", is_quantized_kv_cache=lambda dtype: dtype.startswith("fp8"))
+    module("vllm.dsa", features=None)  # only where it decides, which is not measured
     module("vllm.dsa.fused_q")
     kernels = _load("upstream_kernels", upstream)
     ours = ROOT / "overlay/vllm/dsa/fused_q"
