@@ -63,12 +63,14 @@ def run(way: str, args: argparse.Namespace) -> list[int]:
                 rest = (keys,) if slab.COMPRESSED else (False,)
                 k = (k_all[:keys], scale[:keys])
                 scores = logits((q_all[:m], None), k, weights[:m], ks, ke, *rest)
-                # what an engine allocates while the scores live: K top positions, and an activation
+                # what an engine allocates while the scores live: K top positions, and an activation;
+                # upstream's loop keeps the scores of a chunk until those of the next are there
                 kept = torch.empty(m, 2048, dtype=torch.int32, device=device)
                 activation = torch.empty(
                     queries * 7168 // (1 + layer % 3), dtype=torch.bfloat16, device=device
                 )
-                del scores, kept, activation
+                del kept, activation
+            del scores
         torch.cuda.synchronize()
         reserved.append(torch.cuda.memory_stats()["reserved_bytes.all.current"])
     return reserved
