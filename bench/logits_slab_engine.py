@@ -10,7 +10,7 @@ shorter prompt is answered twice. The first tokens of both settings must agree; 
 best log-probabilities is stored beside that of the baseline with itself, which is not 0: the order in which a
 top-k writes its ids is free. What the allocator holds before and after is printed (``HELD``). Nothing
 is timed, so ``--together`` may run both engines at once (then ``--llm`` must leave memory for both). Needs
-what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm`` the engine's options.
+what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm`` the engine.
 """
 
 from __future__ import annotations
