@@ -18,6 +18,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SELECTIONS = """
 import torch
 import fused_q_live
+import fused_q_trace
 import prefill_trace as t
 
 torch.manual_seed(0)
@@ -63,6 +64,19 @@ assert parted["first"] == "layer 1: selected keys" and parted["unforced"] == [n,
 assert t.difference([one], [one | {"order of keys": sums}])["first"] is None
 parted = t.difference([one], [one | {"query bytes": sums, "logits": sums + 1}])
 assert parted["first"] == "layer 0: query bytes"
+
+def made(setting, layers, logprob):
+    answer = {"token": 1, "logprobs": {"1": logprob, "2": -3.0}}
+    layers = [dict(layer) for layer in layers]
+    return fused_q_trace.compact({"setting": setting, "length": 64, "answer": answer, "layers": layers})
+
+runs = [made("off", [one, one], -1.0), made("on", [one, one], -1.0), made("off", [two, one], -1.5)]
+found = fused_q_trace.compare(runs, {64: runs[0]})[64]
+assert [r["first"] for r in found["on"]] == [None] and found["on"][0]["same_logprobs"]
+assert [r["first"] for r in found["off"]] == ["layer 0: selected keys"]
+assert found["off"][0]["largest_difference"] == 0.5 and found["off"][0]["inexact"] == 0
+assert found["off"][0]["open"] == [int(of["open"].sum()) for of in (of_b, of_a)]
+
 for ids in (a, b):
     t.settle(logits, ends, ids, of_a["open"].nonzero()[:, 0])
 assert torch.equal(a.sort(1).values, b.sort(1).values) and t.judge(logits, ends, a)["exact"].all()
