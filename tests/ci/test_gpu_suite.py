@@ -55,6 +55,15 @@ def test_rows_name_lines_and_tests_that_exist(root: Path) -> None:
     assert there <= {Path(name).name for name in named}, "a GPU test is in no row of ci/gpu/suites.toml"
 
 
+def test_tests_for_two_cards_are_in_a_row_that_gets_two(root: Path) -> None:
+    rows = [step for _, steps in catalog.load().values() for step in steps if step.gpus > 1]
+    for line in ("0.28.0", "0.33.0"):
+        named = {name for step in rows if line in step.lines for name in step.tests}
+        for path in (root / catalog.TESTS).glob("**/test_*.py"):
+            if re.search(r"device_count\(\) < 2", path.read_text()):
+                assert path.relative_to(root / catalog.TESTS).as_posix() in named, (line, path.name)
+
+
 def is_fixture(node: ast.FunctionDef) -> bool:
     return any("fixture" in ast.unparse(one) for one in node.decorator_list)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -33,9 +34,30 @@ def test_snapshot(ws: Workspace, root: Path) -> None:
     assert made == stored, "if this is meant: series ci pipeline > tests/ci/pipeline.yml"
 
 
-def test_static_step_uploads_the_generated_pipeline(root: Path) -> None:
+def first_step(root: Path, place: Path, queues: str) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run the command of the static step, the way an agent does, where `buildkite-agent` writes down its call."""
     (step,) = yaml.safe_load((root / ".buildkite/pipeline.yml").read_text())["steps"]
-    assert step["command"] == "scripts/lib/run.sh series ci pipeline | buildkite-agent pipeline upload"
+    called = place / "called"
+    agent = place / "buildkite-agent"
+    agent.write_text(f'#!/bin/sh\necho "$*" >{called}\n[ -s "$3" ]\n')
+    agent.chmod(0o755)
+    env = os.environ | {"PATH": f"{place}:{os.environ['PATH']}", "SERIES_GPU_QUEUES": queues}
+    command = ["/bin/bash", "-e", "-c", step["command"]]
+    return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False), called
+
+
+def test_static_step_uploads_the_generated_pipeline(ws: Workspace, root: Path, tmp_path: Path) -> None:
+    done, called = first_step(root, tmp_path, "hopper")
+    assert done.returncode == 0, done.stderr
+    assert called.read_text() == "pipeline upload build/pipeline.yml\n"
+    assert (root / "build/pipeline.yml").read_text() == pipeline.render(steps.steps(ws, ["hopper"]))
+
+
+def test_a_pipeline_that_cannot_be_made_fails_the_build(root: Path, tmp_path: Path) -> None:
+    """An agent uploads an empty input as a pipeline without steps, and the build passes."""
+    done, called = first_step(root, tmp_path, "mars")
+    assert done.returncode == 2 and "no GPU queue is named mars" in done.stderr
+    assert not called.exists()
 
 
 def test_keys_and_dependencies(rows: list[dict]) -> None:
