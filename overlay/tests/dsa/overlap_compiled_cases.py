@@ -242,7 +242,12 @@ def indexer_kernel(
 
 
 def context(
-    layers: dict, tokens: int, mode: CUDAGraphMode = CUDAGraphMode.NONE, metadata: bool = True, **fields
+    layers: dict,
+    tokens: int,
+    mode: CUDAGraphMode = CUDAGraphMode.NONE,
+    metadata: bool = True,
+    metadata_fields: dict | None = None,
+    **fields,
 ) -> ForwardContext:
     """A forward context as the runner sets it for one batch of ``tokens`` prefill tokens of one request."""
     mla = [name for name in layers if name.endswith(".attn")]
@@ -252,6 +257,7 @@ def context(
         num_prefills=1,
         num_decode_tokens=0,
         prefill_max_seq_len=tokens,
+        **(metadata_fields or {}),
     )
     return ForwardContext(
         no_compile_layers=layers,

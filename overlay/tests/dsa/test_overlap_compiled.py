@@ -343,6 +343,46 @@ def test_no_fork_where_attention_would_not_join(device: Device):
     assert gates.why_no_join(cases.context(layers, TOKENS), name) is None
 
 
+def under_dcp(model: cases.Model, device: Device) -> None:
+    """Let every attention layer gather queries over two ranks, as with decode context parallelism."""
+
+    def gather(q: torch.Tensor) -> torch.Tensor:
+        device.enqueue("collective")
+        return q
+
+    def forward_mqa(self, q, cache, metadata, layer):
+        out, _ = cases.Impl.forward_mqa(
+            self, q.split([cases.KV_LORA, cases.ROPE], dim=-1), cache, metadata, layer
+        )
+        return out, out[..., 0]
+
+    manager = SimpleNamespace(query_gather=gather, combine=lambda out, _lse, **_kwargs: out)
+    for layer in model.layers:
+        layer.mla_attn.dcp_manager, layer.mla_attn.impl.dcp_world_size = manager, 2
+        layer.mla_attn.impl.forward_mqa = forward_mqa.__get__(layer.mla_attn.impl)
+
+
+def test_the_join_comes_before_a_collective(device: Device):
+    """Two branches with collectives could issue them in another order on each rank."""
+    plain = cases.Model(layers=2)
+    under_dcp(plain, device)
+    decode = {"decode": None, "seq_lens": torch.ones(1), "query_start_loc": torch.zeros(2)}
+    expected, _ = run(plain, attach_all(plain, "off"), device, metadata_fields=decode)
+    device.log.clear()
+    model = cases.Model(layers=2)
+    under_dcp(model, device)
+    out, races = run(model, attach_all(model, "full"), device, metadata_fields=decode)
+    assert torch.equal(out, expected) and not races
+    kinds = ("record", "wait", "collective")
+    seen = [entry for entry in device.log if entry[1] in kinds]
+    layer = [
+        *(("main", "record"), ("side", "wait"), ("side", "record"), ("main", "wait")),  # F1
+        *(("main", "record"), ("side", "wait"), ("side", "record"), ("main", "wait")),  # F2
+        ("main", "collective"),
+    ]
+    assert seen == 2 * layer
+
+
 def test_auto_chooses_by_token_count(device: Device):
     model = cases.Model(layers=1)
     modes = {TOKENS: Mode.WK}
