@@ -35,7 +35,9 @@ def test_snapshot(ws: Workspace, root: Path) -> None:
 
 
 def first_step(root: Path, place: Path, queues: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-    """Run the command of the static step, the way an agent does, where `buildkite-agent` writes down its call."""
+def first_step(
+    root: Path, place: Path, queues: str
+) -> tuple[subprocess.CompletedProcess[str], Path]:
     (step,) = yaml.safe_load((root / ".buildkite/pipeline.yml").read_text())["steps"]
     called = place / "called"
     agent = place / "buildkite-agent"
