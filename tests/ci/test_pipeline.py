@@ -35,9 +35,7 @@ def test_snapshot(ws: Workspace, root: Path) -> None:
 
 
 def first_step(root: Path, place: Path, queues: str) -> tuple[subprocess.CompletedProcess[str], Path]:
-def first_step(
-    root: Path, place: Path, queues: str
-) -> tuple[subprocess.CompletedProcess[str], Path]:
+    """Run the static step's command as an agent does, where `buildkite-agent` writes down its call."""
     (step,) = yaml.safe_load((root / ".buildkite/pipeline.yml").read_text())["steps"]
     called = place / "called"
     agent = place / "buildkite-agent"
