@@ -16,8 +16,10 @@ length of the prompt,
 - how many requests were fused, and how many declined with which reason.
 
 A length alone takes the sizes of the engine's table; ``LENGTH:KEYS`` fuses every request from so many keys
-on, to measure sizes that the table does not hold (yet). With ``--tensor-parallel 2`` and
-``--shard-min-rows 1024`` upstream's row sharding is on (0.33.0). ``--mtp 1`` adds a draft layer with an
+on, to measure sizes that the table does not hold (yet). Under ``torchrun --nproc-per-node 2`` the ranks are
+tensor-parallel, each in its own process and with collectives on NCCL alone (overlap_tp.py); with
+``--shard-min-rows 1024`` upstream's row sharding is on (0.33.0) and each rank compares its own rows; rank 0's
+are stored, and all ranks must end with exit code 0. ``--mtp 1`` adds a draft layer with an
 indexer of its own. Exit code 1: something differed that should not, or a length from which requests should be
 fused had none.
 """
@@ -39,6 +41,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import e2e_prefill
 import litetopk_compare
+import overlap_tp
 import results_file
 
 SWITCH = "VLLM_LITETOPK"
@@ -125,8 +128,7 @@ def measure(engine: Engine, tokens: int, min_keys: int | None, args: argparse.Na
     for name in ("off", "on"):
         switch(engine, name == "on", min_keys)
         watch = litetopk_compare.Watch(backend.current)
-        if args.tensor_parallel == 1:  # with more the kernel runs in worker processes
-            backend.current = watch
+        backend.current = watch
         result[name]["answers"] = e2e_prefill.answers(engine, sizes)  # also warms up
         backend.current = watch.kernel
         result["compared"] = litetopk_compare.summary([row for row in watch.rows if row["keys"] > SHORT])
@@ -220,7 +222,6 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=5, help="timed prefills of each setting")
     parser.add_argument("--seconds", type=float, default=60, help="of a length; no timed run begins later")
     parser.add_argument("--chunk", type=int, default=8192, help="tokens of a step (max_num_batched_tokens)")
-    parser.add_argument("--tensor-parallel", type=int, default=1)
     parser.add_argument("--shard-min-rows", type=int, default=65536)
     parser.add_argument("--pairs-up-to", type=int, default=1 << 20, metavar="TOKENS", help="of both together")
     parser.add_argument("--prefix-hits", action="store_true", help="also a prompt with a cached prefix")
@@ -235,13 +236,17 @@ def main() -> int:
     if args.mtp:
         args.hf_config = {"num_nextn_predict_layers": 1} | args.hf_config
         args.llm = {"speculative_config": {"method": "mtp", "num_speculative_tokens": args.mtp}} | args.llm
+    args.tensor_parallel = int(os.environ.get("WORLD_SIZE", "1"))
     if args.tensor_parallel > 1:
+        overlap_tp.nccl_alone()
         args.llm = {
             "tensor_parallel_size": args.tensor_parallel,
             "attention_config": {"indexer_tp_shard_min_rows": args.shard_min_rows},
+            "distributed_executor_backend": "external_launcher",
+            "disable_custom_all_reduce": True,
+            "seed": 0,
         } | args.llm
-        os.environ.setdefault("VLLM_WORKER_MULTIPROCESSING_METHOD", "fork")  # workers get the seeded loader
-        os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # of set_in_worker, to workers of our own
+        args.out = args.out if os.environ["RANK"] == "0" else None
     engine = start(args)
     failed = False
     for tokens, min_keys in args.tokens:
@@ -255,7 +260,7 @@ def main() -> int:
         if len({json.dumps(answer["logprobs"]) for answer in result["off"]["answers"]}) < 2:
             print("error: the answers do not depend on the prompt", file=sys.stderr)
             failed = True
-        expected = min_keys is not None and min_keys <= tokens and args.tensor_parallel == 1
+        expected = min_keys is not None and min_keys <= tokens
         if expected and not result["compared"]["chunks"]:
             print(f"error: no chunk of a prompt of {tokens} tokens was fused", file=sys.stderr)
             failed = True

@@ -1,0 +1,60 @@
+// What litetopk's selections need beyond litedsa's emulator: votes, warp reductions and atomics, after the CUDA programming guide.
+#pragma once
+
+#include "emulator.h"
+
+struct ulonglong2 {
+  unsigned long long x, y;
+};
+inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
+
+template <typename T>
+T __ldcg(const T* p) {
+  if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) emulator::fail("a load is not aligned");
+  return *p;
+}
+inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __float_as_int(float f) {
+  int i;
+  std::memcpy(&i, &f, 4);
+  return i;
+}
+inline float __fadd_rn(float a, float b) { return a + b; }
+
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const uint64_t* all = emulator::exchange(v, "ballot");
+  unsigned mask = 0;
+  for (int i = 0; i < 32; ++i) mask |= static_cast<unsigned>(all[i] != 0) << i;
+  return mask;
+}
+template <typename T>
+T __reduce_min_sync(unsigned, T v) {
+  const uint64_t* all = emulator::exchange(static_cast<uint64_t>(v), "reduce");
+  T found = static_cast<T>(all[0]);
+  for (int i = 1; i < 32; ++i) found = min(found, static_cast<T>(all[i]));
+  return found;
+}
+template <typename T>
+T __reduce_max_sync(unsigned, T v) {
+  const uint64_t* all = emulator::exchange(static_cast<uint64_t>(v), "reduce");
+  T found = static_cast<T>(all[0]);
+  for (int i = 1; i < 32; ++i) found = max(found, static_cast<T>(all[i]));
+  return found;
+}
+inline int __reduce_add_sync(unsigned, int v) {
+  const uint64_t* all = emulator::exchange(static_cast<uint64_t>(v), "reduce");
+  int sum = 0;
+  for (int i = 0; i < 32; ++i) sum += static_cast<int>(all[i]);
+  return sum;
+}
+inline unsigned long long __shfl_xor_sync(unsigned, unsigned long long v, int mask) {
+  return emulator::exchange(v, "shuffle")[(emulator::machine().current % 32) ^ mask];
+}
+
+inline int atomicAdd(int* p, int v) {
+  const int old = *p;
+  *p += v;
+  return old;
+}
+inline void atomicMin(unsigned long long* p, unsigned long long v) { *p = min(*p, v); }
+inline void atomicMax(unsigned long long* p, unsigned long long v) { *p = max(*p, v); }

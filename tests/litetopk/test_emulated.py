@@ -1,0 +1,74 @@
+"""The selections of LiteTopK, run from their own source in litedsa's emulator and compared with a sort."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+SOURCES = HERE.parents[1] / "overlay" / "csrc" / "dsa"
+EMULATOR = HERE.parent / "litedsa"
+LIST, MERGE = "1", "16"  # warps: one cuts a list of the scan, sixteen merge the parts of a range
+
+
+def build(sources: Path, target: Path) -> None:
+    compiler = shutil.which("g++")
+    assert compiler, "the tests of the kernels need g++"
+    command = [
+        *(compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
+        *(f"-I{HERE}", f"-I{EMULATOR}", f"-I{sources}", '-DDSA_HOST_EMULATION="emulate_warp.h"'),
+        *(str(HERE / "emulate_select.cc"), "-o", str(target)),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("emulated") / "emulate_select"
+    build(SOURCES, target)
+    return target
+
+
+def emulate(program: Path, shape: str, n: int, k: int, warps: str, seed: int) -> str:
+    done = subprocess.run([program, shape, str(n), str(k), warps, str(seed)], capture_output=True, text=True)
+    return done.stdout.strip() + (f" [exit code {done.returncode}]" if done.returncode else "")
+
+
+@pytest.mark.parametrize("warps", [LIST, MERGE])
+@pytest.mark.parametrize(
+    ("shape", "says"),
+    [
+        *((shape, "linear") for shape in ("iid", "heavy", "positive", "rising", "hot", "holes")),
+        *((shape, "radix") for shape in ("equal", "coarse", "infinite", "tiny")),
+    ],
+)
+def test_a_selection_is_exact(program: Path, shape: str, says: str, warps: str) -> None:
+    """Scores that spread are cut by linear bins, whatever their scale; what bins cannot tell apart is not."""
+    assert emulate(program, shape, 4096, 2048, warps, 3) == f"ok: {says}"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_sizes_around_k(program: Path, seed: int) -> None:
+    """One key too few, exactly k, one more; odd lengths, a nearly empty list."""
+    for shape in ("iid", "coarse", "infinite", "holes"):
+        for n, k in ((63, 64), (64, 64), (65, 64), (1, 2), (777, 128)):
+            for warps in (LIST, MERGE):
+                said = emulate(program, shape, n, k, warps, 100 * seed + n)
+                assert said.startswith("ok: "), (shape, n, k, warps, said)
+
+
+def test_a_defect_is_found(tmp_path: Path) -> None:
+    """The keys of the last bin are taken whole, though only some of them belong to the best."""
+    for path in SOURCES.glob("litetopk*.cuh"):
+        text = path.read_text(encoding="utf-8")
+        if path.name == "litetopk_linear.cuh":
+            assert "bin > cut.bin;" in text
+            text = text.replace("bin > cut.bin;", "bin >= cut.bin;")
+        (tmp_path / path.name).write_text(text, encoding="utf-8")
+    build(tmp_path, tmp_path / "broken")
+    said = emulate(tmp_path / "broken", "iid", 3001, 512, LIST, 3)
+    assert said.startswith("wrong: ") or "exit code" in said, said
