@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import torch
 from vllm.dsa.litetopk.reference import indexer_scores
+from vllm.dsa.logits_slab import extension
 from vllm.dsa.logits_slab.layout import Layout
 from vllm.utils import deep_gemm
 
@@ -30,6 +31,7 @@ class PlainDeepGemm:
         monkeypatch.setattr(deep_gemm, "_import_deep_gemm", lambda: self)
         monkeypatch.setattr(deep_gemm, "has_deep_gemm", lambda: True)
         monkeypatch.setattr(deep_gemm, "_fp8_fp4_mqa_logits_impl", self.fp8_fp4_mqa_logits)
+        monkeypatch.setattr(extension, "patched", lambda: hasattr(self._C, "fp8_fp4_mqa_logits_out"))
         return self
 
     def fp8_fp4_mqa_logits(self, q, kv, weights, ks, ke, max_seqlen_k=0, clean_logits=True):

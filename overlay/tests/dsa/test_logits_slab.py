@@ -153,10 +153,12 @@ def test_declines_with_one_reason(monkeypatch, hopper, what: str, reason: str):
     assert row["outcome"] == "declined" and reason in str(row["reason"])
 
 
-def test_an_unmeasured_card_leaves_deepgemm_alone(monkeypatch, hopper):
-    """With the defaults DeepGEMM is imported when upstream would import it, not earlier."""
+@pytest.mark.parametrize("patched", [True, False])
+def test_an_unmeasured_card_or_an_unpatched_build_leaves_deepgemm_alone(monkeypatch, hopper, patched: bool):
+    """DeepGEMM is imported when upstream would import it, not earlier."""
     monkeypatch.setenv("VLLM_INDEXER_LOGITS_SLAB", "auto")
-    monkeypatch.setattr(feature, "MEASURED", frozenset())
+    monkeypatch.setattr(feature, "MEASURED", frozenset() if patched else frozenset({(9, 0)}))
+    monkeypatch.setattr(extension, "patched", lambda: patched)
 
     def imported() -> None:
         raise AssertionError("DeepGEMM was imported")

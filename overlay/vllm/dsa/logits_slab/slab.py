@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from vllm.dsa import counters, features, switches
 from vllm.dsa.features import State
-from vllm.dsa.logits_slab import feature
+from vllm.dsa.logits_slab import extension, feature
 from vllm.dsa.logits_slab.layout import BYTES, START_ALIGNMENT, Layout
 from vllm.dsa.logits_slab.selfcheck import failure
 from vllm.platforms import current_platform
@@ -66,7 +66,8 @@ def _decide(q: torch.Tensor, q_scale: torch.Tensor | None, queries: int, keys: i
     found = None if capability is None else (capability.major, capability.minor)
     if feature.card_status(found, switches.get(feature.SWITCH)).state is not State.ACTIVE:
         return ()  # the line at start-up says so
-    if not deep_gemm.has_mqa_logits_out():
+    # Its files first: without the patch DeepGEMM is imported when upstream would import it, not earlier.
+    if not extension.patched() or not deep_gemm.has_mqa_logits_out():
         return ()  # likewise
     if q_scale is not None:
         features.report_declined(NAME, "the indexer's cache is FP4")
