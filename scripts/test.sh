@@ -8,7 +8,7 @@ set -euo pipefail
 STAGES=(lint unit real verify envs overlay upstream)
 declare -A BUDGET=([lint]=2 [unit]=6 [real]=9 [verify]=2 [envs]=5 [overlay]=10 [upstream]=11)
 declare -A TITLE=(
-    [lint]="the pre-commit hooks: ruff, mypy, shellcheck, shfmt, clang-format, Buildkite schema, series lint"
+    [lint]="the pre-commit hooks: ruff, mypy, shellcheck, shfmt, clang-format, hadolint, Buildkite schema, series lint"
     [unit]="our tests without an upstream tree"
     [real]="our tests on the real upstream trees and wheels"
     [verify]="series verify of all lines"

@@ -34,13 +34,15 @@ def test_the_lint_stage_has_no_list_of_its_own(root: Path, hooks: dict[str, dict
 
 
 def test_hooks_catch_what_they_are_for(root: Path, tmp_path: Path) -> None:
-    """shellcheck, shfmt, clang-format and the Buildkite schema, each on a file that is wrong in one way."""
+    """shellcheck, shfmt, clang-format, hadolint and the Buildkite schema, each on a file with one fault."""
     bin_folder = root / ".venv" / "bin"
     (tmp_path / "a.sh").write_text('#!/bin/bash\nif [ $1 = x ]; then\n  echo "y"\nfi\n')
     (tmp_path / "a.cu").write_text("int  f( ) { return 1; }\n")
     shutil.copy(root / ".clang-format", tmp_path)
     (tmp_path / "a.yml").write_text("steps:\n  - command: x\n    parallelism: many\n")
+    (tmp_path / "Containerfile").write_text("FROM docker.io/library/debian\n")
     commands = {
+        "DL3006": ["hadolint", "Containerfile"],
         "SC2086": ["shellcheck", "a.sh"],
         "    echo": ["shfmt", "-i", "4", "-ci", "-d", "a.sh"],
         "code should be clang-formatted": ["clang-format", "--dry-run", "--Werror", "a.cu"],
