@@ -19,10 +19,13 @@ class Watch:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.kernel, name)
 
-    def run(self, q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any, out: Any) -> None:
+    def run(
+        self, q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any, out: Any, longest: int
+    ) -> None:
         """See `vllm.dsa.litetopk.backend.Backend.run`."""
-        self.kernel.run(q, k, k_scale, weights, ks, ke, out)
-        few = slice(max(0, q.shape[0] - SAMPLED_ROWS), q.shape[0])
+        self.kernel.run(q, k, k_scale, weights, ks, ke, out, longest)
+        last = int((ks == ks[-1]).sum())  # rows of the chunk's last request
+        few = slice(q.shape[0] - min(SAMPLED_ROWS, last), q.shape[0])
         self.rows.append(
             compared(q[few], k, k_scale, weights[few], ks[few].contiguous(), ke[few].contiguous(), out[few])
         )
@@ -37,7 +40,7 @@ def upstream_logits(q: Any, k: Any, k_scale: Any, weights: Any, ks: Any, ke: Any
     logits = deep_gemm.fp8_fp4_mqa_logits
     if "max_seqlen_k" in inspect.signature(logits).parameters:
         return logits((q, None), (k, k_scale), weights, ks, ke, int((ke - ks).max()))
-    start = int(ks.min())  # one request a chunk: all rows begin at the same key
+    start = int(ks.min())  # rows of one request: all begin at the same key
     return logits((q, None), (k, k_scale), weights, ks, ke, clean_logits=False)[:, start:]
 
 

@@ -94,7 +94,7 @@ def test_real_steps_have_the_ids_of_upstream():
         assert row["problems"] == [], row
     # The steps were of the kinds that they are meant to be.
     assert sum(row["fused"] > 0 for row in steps) >= 2 and any(row["fused"] == 0 for row in steps)
-    assert any(row["sliced"] for row in steps)
+    assert any(row["sliced"] for row in steps) and any(row["together"] for row in steps)
     assert any(row.get("ranks") for row in steps) == hasattr(indexer, "balanced_prefill_row_shard")
     assert reserved["problems"] == []
     outcomes = {row["outcome"] for row in end["counters"]}
@@ -150,7 +150,7 @@ def test_without_its_blocks_build_returns_the_same(monkeypatch):
 def test_every_row_is_planned_once_and_declined_rows_as_upstream(builder, monkeypatch):
     monkeypatch.setattr(backend, "current", Kernel())
     rng = random.Random(1)
-    seen = {"fused": 0, "declined": 0, "mixed": 0}
+    seen = {"fused": 0, "declined": 0, "mixed": 0, "together": 0}
     for _ in range(120):
         decodes, prefills = rng.randint(0, 3), rng.randint(1, 6)
         queries = [1] * decodes + [rng.choice([2, 8, 64, 512, 2000, 8192]) for _ in range(prefills)]
@@ -165,16 +165,26 @@ def test_every_row_is_planned_once_and_declined_rows_as_upstream(builder, monkey
         assert sorted(rows) == rows and rows[0][0] == starts[decodes] and rows[-1][1] == starts[-1]
         assert all(a[1] == b[0] for a, b in itertools.pairwise(rows))
         alone = {spec.start for spec, _ in specs if spec.stop - spec.start == 1}
-        fused = {
-            r
-            for r in range(decodes, len(queries))
-            if always or (r in alone and dispatch.worthwhile(queries[r], keys[r]))
-        }
-        assert ours.fused == {(starts[r], starts[r + 1]) for r in fused}
+        fused, together = set(), 0
+        for spec, (start, end) in zip(ours, rows, strict=True):
+            members = range(spec[0].start, spec[0].stop)
+            if (start, end) not in ours.fused:
+                continue
+            fused |= set(members)
+            shortest, longest = min(keys[r] for r in members), max(keys[r] for r in members)
+            assert ours.fused[start, end] == longest and not spec[1].start
+            assert always or dispatch.worthwhile(end - start, shortest)
+            if len(members) > 1:
+                together += 1
+                assert sum(keys[r] for r in members) <= 1 << 20
+                assert min(queries[r] for r in members) >= 8
+        assert len(ours.fused) == sum(row in ours.fused for row in rows)
+        for r in range(decodes, len(queries)):  # what is worth a launch alone has one, or shares one
+            if keys[r] <= 1 << 20 and (always or (r in alone and dispatch.worthwhile(queries[r], keys[r]))):
+                assert r in fused
         for spec, (start, end) in zip(ours, rows, strict=True):
             requests = range(spec[0].start, spec[0].stop)
             if (start, end) in ours.fused:
-                assert len(requests) == 1
                 continue
             assert fused.isdisjoint(requests)
             # Nothing that upstream would not allow: within the budget, or one row.
@@ -186,6 +196,7 @@ def test_every_row_is_planned_once_and_declined_rows_as_upstream(builder, monkey
         seen["fused"] += len(fused)
         seen["declined"] += prefills - len(fused)
         seen["mixed"] += bool(fused) and len(fused) < prefills
+        seen["together"] += together
     assert min(seen.values()) > 20, seen
 
 
@@ -199,25 +210,34 @@ def batches_copy(builder):
 
 def test_a_request_of_a_million_keys_is_one_chunk(builder):
     specs, ours, _ = planned(builder, [8192], [1 << 20], 0)
-    assert len(specs) == 64 and ours == [(slice(0, 1), slice(0, 8192))] and ours.fused == {(0, 8192)}
+    assert len(specs) == 64 and ours == [(slice(0, 1), slice(0, 8192))] and set(ours.fused) == {(0, 8192)}
     assert counters.snapshot("litetopk") == [
         {"feature": "litetopk", "outcome": "active", "reason": "", "count": 1},
         {"feature": "litetopk", "outcome": "fused", "reason": "", "count": 1},
     ]
 
 
-def test_requests_that_share_a_chunk_stay_in_it(builder, monkeypatch):
-    """One launch for each would be slower than upstream's one for all of them; alone each is fused."""
+def test_requests_that_share_a_chunk_share_a_launch_or_stay_in_it(builder, monkeypatch):
     specs, ours, _ = planned(builder, [8] * 4, [40000] * 4, 0)
-    assert len(specs) == 1 and ours == specs and ours.fused == frozenset()
-    assert counters.snapshot("litetopk") == [
-        {"feature": "litetopk", "outcome": "declined", "reason": dispatch.SHARED, "count": 4}
-    ]
-    assert planned(builder, [8], [40000], 0)[1].fused == {(0, 8)}
+    assert len(specs) == 1 and ours == specs and ours.fused == {(0, 32): 40000}
+    # Of 128 rows together 40000 keys are too few; alone, 32 rows would be worth a launch, but not of four.
+    specs, ours, _ = planned(builder, [32] * 4, [40000] * 4, 0)
+    assert len(specs) == 1 and ours == specs and not ours.fused
+    declined = {row["reason"]: row["count"] for row in counters.snapshot("litetopk") if row["reason"]}
+    assert declined == {dispatch.SHARED: 4}
+    assert planned(builder, [32], [40000], 0)[1].fused == {(0, 32): 40000}
+    # Neighbours join across upstream's chunks; a short one, or one of few keys, parts them.
+    queries, keys = [4096, 4096, 4, 4096, 4096], [1 << 17, 1 << 18, 1 << 17, 1 << 18, 70000]
+    ours = planned(builder, queries, keys, 0)[1]
+    assert ours.fused == {(0, 8192): 1 << 18, (8192, 8196): 1 << 17, (8196, 16388): 1 << 18}
+    ours = planned(builder, [4096, 64, 4096], [1 << 18, 1000, 1 << 18], 0)[1]
+    assert ours.fused == {(0, 4096): 1 << 18, (4160, 8256): 1 << 18}
     # A long one, which the budget gives chunks of its own, is fused beside short ones that are not.
-    assert planned(builder, [8, 8, 8192], [40000, 40000, 1 << 18], 0)[1].fused == {(16, 8208)}
+    assert planned(builder, [8, 8, 8192], [4000, 4000, 1 << 18], 0)[1].fused == {(16, 8208): 1 << 18}
+    # One launch takes 2^20 keys.
     monkeypatch.setenv("VLLM_LITETOPK_DISPATCH", "always")
-    assert len(planned(builder, [8] * 4, [40000] * 4, 0)[1].fused) == 4
+    assert list(planned(builder, [8] * 4, [1 << 19] * 4, 0)[1].fused) == [(0, 16), (16, 32)]
+    assert list(planned(builder, [8] * 4, [40000] * 4, 0)[1].fused) == [(0, 32)]
 
 
 def test_sizes_that_decline_are_counted_by_reason(builder, monkeypatch):
@@ -332,10 +352,10 @@ def test_a_step_that_tensor_parallel_ranks_share(builder, monkeypatch):
     config.attention_config.indexer_tp_shard_min_rows = 4096
     builder = batches.make_builder(config)
     monkeypatch.setattr(indexer, "tp_prefill_row_sharding_supported", lambda *arguments: True)
-    assert planned(builder, [8192], [1 << 17], 0)[1].fused == frozenset()  # about 1000 rows each
-    assert planned(builder, [8192], [1 << 18], 0)[1].fused == {(0, 8192)}
+    assert not planned(builder, [8192], [1 << 17], 0)[1].fused  # about 1000 rows each
+    assert planned(builder, [8192], [1 << 18], 0)[1].fused.keys() == {(0, 8192)}
     monkeypatch.setattr(indexer, "tp_prefill_row_sharding_supported", lambda *arguments: False)
-    assert planned(builder, [8192], [1 << 17], 0)[1].fused == {(0, 8192)}
+    assert planned(builder, [8192], [1 << 17], 0)[1].fused.keys() == {(0, 8192)}
 
 
 def test_controls_are_checked_only_when_on(monkeypatch):

@@ -32,8 +32,12 @@ class Backend(Protocol):
         ks: torch.Tensor,
         ke: torch.Tensor,
         out: torch.Tensor,
+        longest: int,
     ) -> None:
-        """Write each query's best positions to ``out``; arguments as `kernel.litetopk`."""
+        """Write each query's best positions to ``out``; arguments as `kernel.litetopk`.
+
+        No range is longer than ``longest``; with several requests ``k`` holds more keys than that.
+        """
 
 
 class Hopper:
@@ -68,9 +72,10 @@ class Hopper:
         ks: torch.Tensor,
         ke: torch.Tensor,
         out: torch.Tensor,
+        longest: int,
     ) -> None:
         """See `Backend.run`. The workspace comes from torch's allocator, on the current stream."""
-        kernel.litetopk(q, k, k_scale, weights, ks, ke, out)
+        kernel.litetopk(q, k, k_scale, weights, ks, ke, out, max_keys=longest)
 
 
 current: Backend = Hopper()

@@ -9,8 +9,9 @@ from itertools import accumulate, pairwise
 from vllm.dsa.litetopk.controls import Controls
 from vllm.dsa.litetopk.plan import MAX_KEYS
 
-#: (most queries, fewest keys): the first row that fits the number of queries decides. All rows of
-#: bench/results/litetopk/0.33.0-h200.json of one request with at least that many keys are at least as fast
+#: (most queries, fewest keys): the first row that fits the number of queries decides; of several requests in
+#: one launch, all of their queries and the keys of the shortest one. All rows of
+#: bench/results/litetopk/0.33.0-h200.json with at least that many keys are at least as fast
 #: as upstream's default path (512 MiB of logits), with 32 and with 64 heads; with fewer keys at least one is
 #: not, or none was measured. Between two measured numbers of queries (8, 64, 512, 1024, 2048, 4096, 8192)
 #: both must be fast; the last row begins an eighth below 8192, because a chunk that shares its step with
@@ -23,8 +24,7 @@ MEASURED_K = 2048
 TOO_MANY_KEYS = f"a request of more than {MAX_KEYS} keys"
 SMALL = "a size at which it was not measured to be slower"
 BELOW_MIN = "a request of fewer keys than VLLM_LITETOPK_MIN_KEYS"
-#: Upstream scores the requests of a chunk in one launch, the kernel in one each: four short ones (8 queries,
-#: 32K keys) take 0.24 ms together and 0.22 ms each.
+#: Upstream scores the requests of a chunk in one launch; alone in a launch of its own each would be slower.
 SHARED = "a request that shares upstream's chunk with others"
 
 
@@ -32,19 +32,19 @@ def worthwhile(queries: int, keys: int) -> bool:
     """Return whether the kernel was measured not to be slower than upstream's default path at such a size.
 
     Args:
-        queries: rows that one rank scores.
-        keys: of the longest row.
+        queries: rows that one rank scores in one launch.
+        keys: of the longest row; of several requests those of the shortest one.
     """
     return next(keys >= fewest for most, fewest in TABLE if queries <= most)
 
 
 def why_not(shares: Iterable[int], keys: int, k: int, controls: Controls) -> str:
-    """Return why a request's rows take upstream's path, '' if they do not.
+    """Return why the rows of one launch take upstream's path, '' if they do not.
 
     Args:
-        shares: rows of the request on each rank that scores some of them; one number without row sharding.
+        shares: rows of the launch on each rank that scores some of them; one number without row sharding.
             The answer must be the same on all ranks, so it is yes only if it is yes for each of them.
-        keys: of the request's longest row.
+        keys: of its request, or of the shortest of its requests.
         k: top-k.
         controls: what the environment says.
     """

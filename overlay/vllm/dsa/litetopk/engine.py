@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Called by the patches: plans fused chunks when a step's metadata is built, and runs them in the op.
 
-`plan_chunks` decides for each request, from the configuration and host data alone, so alike on all ranks. A
-request that is worth it becomes one chunk of its own, which the logits budget does not cut, because no logits
-are written; all others keep the chunks that upstream planned. By the table only a request that upstream's
-chunks hold alone is worth it. `run_chunks` runs the planned ones. Should one turn out not to fit the kernel
-after all, it is cut as upstream would have cut it and takes upstream's path.
+`plan_chunks` decides for each request, from the configuration and host data alone, so alike on all ranks.
+Neighbours that are worth one launch together become one chunk, and any other request that is worth it one of
+its own. The logits budget does not cut these, because no logits are written; all others keep the chunks that
+upstream planned. `run_chunks` runs the planned ones. Should one turn out not to fit the kernel after all, it
+is cut as upstream would have cut it and takes upstream's path.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.dsa import counters, features, log
-from vllm.dsa.litetopk import backend, controls, dispatch, eligible, ready
+from vllm.dsa.litetopk import backend, controls, dispatch, eligible, grouping, plan, ready
 
 if TYPE_CHECKING:
     import torch
 
 NAME = "litetopk"
-#: Attribute of a chunk's metadata that says that it was planned for the kernel.
+#: Attribute of a chunk's metadata that says that it was planned for the kernel: keys of its longest request.
 MARK = "litetopk_planned"
 
 #: A chunk as upstream's planner writes it: which requests of the step, and which of their rows.
@@ -31,9 +31,13 @@ Spec = tuple[slice, slice]
 
 
 class Specs(list[Spec]):
-    """Chunk specs with the token ranges ``(start, stop)`` of those that are fused."""
+    """Chunk specs, and of those that are fused the token range and how many keys the longest request has."""
 
-    fused: frozenset[tuple[int, int]] = frozenset()
+    fused: dict[tuple[int, int], int]
+
+    def __init__(self, specs: Iterable[Spec] = ()) -> None:
+        super().__init__(specs)
+        self.fused = {}
 
 
 def plan_chunks(
@@ -43,7 +47,7 @@ def plan_chunks(
     seq_lens_cpu: torch.Tensor,
     query_start_loc_cpu: torch.Tensor,
 ) -> Specs:
-    """Return upstream's chunk specs with each request that the kernel takes as one uncut chunk of its own.
+    """Return upstream's chunk specs with the requests that the kernel takes in uncut chunks of their own.
 
     Args:
         builder: upstream's DeepseekV32IndexerMetadataBuilder.
@@ -56,21 +60,24 @@ def plan_chunks(
     keys: list[int] = seq_lens_cpu.tolist()
     requests = sorted({r for spec, _ in specs for r in range(spec.start, spec.stop)})
     reason = _why_not_at_all(builder)
+    together: list[range] = []
     if not reason:
         asked = controls.read()
         k = eligible.indexer(builder.vllm_config).k
         sizes = _row_shard_sizes(builder, num_decodes, keys, starts)
         first = starts[num_decodes]
-        reasons = {
-            r: dispatch.why_not(
-                dispatch.shares(starts[r] - first, starts[r + 1] - first, sizes), keys[r], k, asked
-            )
-            for r in requests
-        }
+
+        def why_not(low: int, high: int, fewest_keys: int) -> str:
+            return dispatch.why_not(dispatch.shares(low - first, high - first, sizes), fewest_keys, k, asked)
+
+        reasons = {r: why_not(starts[r], starts[r + 1], keys[r]) for r in requests}
         if not asked.always:  # measured with one request per chunk
-            groups = (range(spec.start, spec.stop) for spec, _ in specs)
-            shared = {r for group in groups if len(group) > 1 for r in group}
+            chunks = (range(spec.start, spec.stop) for spec, _ in specs)
+            shared = {r for chunk in chunks if len(chunk) > 1 for r in chunk}
             reasons |= {r: dispatch.SHARED for r in shared if not reasons[r]}
+        most_keys = min(plan.MAX_KEYS, builder.max_prefill_buffer_size)
+        together = grouping.groups(requests, keys, starts, most_keys, why_not)
+        reasons |= {r: "" for group in together for r in group}
         if not all(reasons.values()):  # the check may cost a second: only before the first use
             reason = ready.why_not(eligible.indexer(builder.vllm_config), builder.device)
     if reason:
@@ -78,7 +85,9 @@ def plan_chunks(
         if requests:
             features.report_declined(NAME, reason)
     _count(reasons.values(), already=reason)
-    return _split_off(specs, {r for r in requests if not reasons[r]}, starts)
+    grouped = {r: group for group in together for r in group}
+    fused = {r: grouped.get(r, range(r, r + 1)) for r in requests if not reasons[r]}
+    return _split_off(specs, fused, starts, keys)
 
 
 def mark_chunks(specs: list[Spec], chunks: Iterable[Any]) -> None:
@@ -88,10 +97,11 @@ def mark_chunks(specs: list[Spec], chunks: Iterable[Any]) -> None:
         specs: what `plan_chunks` returned.
         chunks: upstream's metadata of the chunks.
     """
-    fused = specs.fused if isinstance(specs, Specs) else frozenset()
+    fused = specs.fused if isinstance(specs, Specs) else {}
     for chunk in chunks:
-        if (chunk.token_start, chunk.token_end) in fused:
-            setattr(chunk, MARK, True)
+        longest = fused.get((chunk.token_start, chunk.token_end))
+        if longest is not None:
+            setattr(chunk, MARK, longest)
 
 
 def run_chunks(
@@ -122,14 +132,14 @@ def run_chunks(
         row_shard: upstream's PrefillRowShard, or None if this rank scores all rows.
         candidate_blocks: DeepSeek-V4.1's, which the kernel does not know.
     """
-    if not any(getattr(chunk, MARK, False) for chunk in metadata.chunks):
+    if not any(hasattr(chunk, MARK) for chunk in metadata.chunks):
         return metadata
     reason = _why_not_these(q, q_scale, weights, k_workspace, top_k, candidate_blocks)
     if reason:
         features.report_declined(NAME, reason)
     left: list[Any] = []
     for chunk in metadata.chunks:
-        if not getattr(chunk, MARK, False):
+        if not hasattr(chunk, MARK):
             left.append(chunk)
         elif reason:
             left.extend(_cut(chunk))
@@ -200,25 +210,25 @@ def _row_shard_sizes(builder: Any, num_decodes: int, keys: list[int], starts: li
     return sizes
 
 
-def _split_off(specs: list[Spec], fused: set[int], starts: list[int]) -> Specs:
-    """Take the fused requests out of upstream's chunks; one of several requests is never cut along rows."""
+def _split_off(specs: list[Spec], fused: dict[int, range], starts: list[int], keys: list[int]) -> Specs:
+    """Take the fused requests, each with its group, out of upstream's chunks; a shared chunk is never cut."""
     planned = Specs()
     if not fused:
         planned.extend(specs)
         return planned
-    ranges = set()
-    for (first, stop), group in itertools.groupby(specs, lambda spec: (spec[0].start, spec[0].stop)):
-        if fused.isdisjoint(range(first, stop)):
-            planned.extend(group)
+    for (first, stop), chunks in itertools.groupby(specs, lambda spec: (spec[0].start, spec[0].stop)):
+        if fused.keys().isdisjoint(range(first, stop)):
+            planned.extend(chunks)
             continue
-        for is_fused, run in itertools.groupby(range(first, stop), fused.__contains__):
+        for group, run in itertools.groupby(range(first, stop), fused.get):
             members = list(run)
-            for part in [[r] for r in members] if is_fused else [members]:
-                start, end = starts[part[0]], starts[part[-1] + 1]
-                planned.append((slice(part[0], part[-1] + 1), slice(0, end - start)))
-                if is_fused:
-                    ranges.add((start, end))
-    planned.fused = frozenset(ranges)
+            part = group or range(members[0], members[-1] + 1)
+            rows = (starts[part.start], starts[part.stop])
+            if rows in planned.fused:  # begun in an earlier chunk of upstream's
+                continue
+            planned.append((slice(part.start, part.stop), slice(0, rows[1] - rows[0])))
+            if group is not None:
+                planned.fused[rows] = max(keys[r] for r in part)
     return planned
 
 
@@ -266,7 +276,7 @@ def _run(
     out: torch.Tensor,
     row_shard: Any,
 ) -> None:
-    """Gather one request's keys and let the kernel score this rank's rows."""
+    """Gather the keys of the chunk's requests and let the kernel score this rank's rows."""
     import torch
     import vllm._custom_ops as ops
 
@@ -286,6 +296,7 @@ def _run(
         ks,
         ke,
         out[start:stop],
+        getattr(chunk, MARK),
     )
 
 
