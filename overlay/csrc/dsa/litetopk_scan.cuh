@@ -304,8 +304,8 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         ptx::wgmma_fence();
         if constexpr (kProbe != 3)
 #pragma unroll
-        for (int part = 0; part < kDim / 32; ++part)
-          ptx::wgmma_m64n128k32_e4m3(d, k_desc + part * 2, q_desc + half * (128 * kDim / 16) + part * 2, part != 0);
+          for (int part = 0; part < kDim / 32; ++part)
+            ptx::wgmma_m64n128k32_e4m3(d, k_desc + part * 2, q_desc + half * (128 * kDim / 16) + part * 2, part != 0);
         ptx::wgmma_commit();
       };
       // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
