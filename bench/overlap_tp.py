@@ -16,6 +16,7 @@ NCCL alone, where another order on one rank hangs, and without NVLink multicast.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import faulthandler
 import json
@@ -61,11 +62,44 @@ def nccl_alone() -> None:
 
     os.environ |= NO_MULTICAST
     flashinfer.comm.create_allreduce_fusion_workspace = refuse
-    try:
+    with contextlib.suppress(ImportError):
         from cuda.bindings import driver
-    except ImportError:
-        return
-    driver.cuMulticastCreate = refuse
+
+        driver.cuMulticastCreate = refuse
+    accept_an_older_nccl()
+
+
+def accept_an_older_nccl() -> None:
+    """Let vLLM call NCCL itself also where the library lacks functions that nothing here needs.
+
+    vLLM wants those of 2.29.7 (suspending a communicator); where one is missing it takes PyTorch's calls
+    without a word, and upstream's exchange of top-k between ranks then fails.
+    """
+    import ctypes
+
+    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
+    from vllm.utils.nccl import find_nccl_library
+
+    library = ctypes.CDLL(find_nccl_library())
+    missing = [made.name for made in NCCLLibrary.exported_functions if not hasattr(library, made.name)]
+    if missing:
+        print(f"this NCCL lacks {', '.join(missing)}", flush=True)
+        kept = [made for made in NCCLLibrary.exported_functions if made.name not in missing]
+        NCCLLibrary.exported_functions = kept
+
+
+def count_exchanges() -> list[int]:
+    """Return a list of one number: how often this rank exchanged top-k ids of its share of prefill rows."""
+    from vllm.model_executor.layers.sparse_attn_indexer import PrefillRowShard
+
+    found, exchange = [0], PrefillRowShard.exchange_topk
+
+    def counted(shard: Any, *args: Any, **kwargs: Any) -> None:
+        found[0] += 1
+        exchange(shard, *args, **kwargs)
+
+    PrefillRowShard.exchange_topk = counted
+    return found
 
 
 def generate(args: argparse.Namespace) -> None:
@@ -86,6 +120,8 @@ def generate(args: argparse.Namespace) -> None:
         "per_step": 1,
         "hf": {},
         "llm": ({"max_num_batched_tokens": args.budget} if args.budget else {})
+        | ({"attention_config": {"indexer_tp_shard_min_rows": args.row_shard}} if args.row_shard else {})
+        | ({"kv_cache_dtype": args.kv_cache_dtype} if args.kv_cache_dtype else {})
         | {
             # A fixed small cache: other work may be on the cards.
             "gpu_memory_utilization": 0.2,
@@ -97,6 +133,7 @@ def generate(args: argparse.Namespace) -> None:
             "seed": 0,
         },
     }
+    exchanges = count_exchanges()
     engine = Engine(settings, filled=False, ordered=True)
     import torch
     import vllm.dsa
@@ -111,6 +148,7 @@ def generate(args: argparse.Namespace) -> None:
         if turns is not None:
             turns.capture(name, "off" if name == AGAIN else name)
         found: dict[str, Any] = {}
+        exchanges[0] = 0
         for batch, context in POINTS:
             found[f"B={batch} ctx={context}"] = engine.check(batch, context, STEPS)
             print(f"{name} B={batch} ctx={context} done", flush=True)
@@ -119,15 +157,17 @@ def generate(args: argparse.Namespace) -> None:
             about |= {"points": found, "torch": torch.__version__}
             about |= {"heads": args.heads, "index_heads": args.index_heads, "graph": args.graph}
             about["overlap"] = vllm.dsa.info()["features"]["overlap"]
-            about["forks"] = counters.snapshot("overlap")
+            about |= {"forks": counters.snapshot("overlap"), "exchanges": exchanges[0]}
             (args.tokens / f"{name}.json" if turns else args.tokens).write_text(json.dumps(about))
-            print(f"{name}: {about['forks']}")
+            print(f"{name}: {about['forks']}, {exchanges[0]} exchanges of top-k")
             print(f"{name}: {STEPS} steps of {len(POINTS)} batches on {world} ranks", flush=True)
 
 
 def tag(args: argparse.Namespace) -> str:
     """What a case says of the options that are not the default."""
-    return (f" dcp={args.dcp}" if args.dcp > 1 else "") + (f" budget={args.budget}" if args.budget else "")
+    said = {"dcp": args.dcp if args.dcp > 1 else 0, "budget": args.budget, "rowshard": args.row_shard}
+    said["kv"] = args.kv_cache_dtype
+    return "".join(f" {name}={value}" for name, value in said.items() if value)
 
 
 def compare(
@@ -157,7 +197,12 @@ def compare(
                 "ours": value,
                 "ratio": value,
             }
-            rows.append(row | {"runs": len(mine["logits"]), "off_passes": [pair[0] for pair in against]})
+            more = {name: ours[name] for name in ("forks", "exchanges") if name in ours}
+            if "forks" in more:
+                forks = more.pop("forks")
+                more["forked"] = sum(row["count"] for row in forks if row["outcome"] == "forked")
+            row |= {"runs": len(mine["logits"]), "off_passes": [pair[0] for pair in against]}
+            rows.append(row | more)
     return rows
 
 
@@ -178,6 +223,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--in-process", action="store_true", help="with --run: all in one start")
     parser.add_argument("--budget", type=int, default=0, help="tokens of a step at most (upstream's default)")
+    parser.add_argument(
+        "--row-shard", type=int, default=0, help="prefill rows from which ranks share the indexer's work"
+    )
+    parser.add_argument("--kv-cache-dtype", default="", help="upstream's default if empty")
     parser.add_argument("--dcp", type=int, default=1, help="ranks of decode context parallelism")
     parser.add_argument("--compare", type=Path, nargs=2, metavar=("OFF", "OURS"))
     parser.add_argument("--line", default="0.33.0")
@@ -200,6 +249,7 @@ def main(argv: list[str] | None = None) -> int:
             command += ["--mode", mode, "--tokens", str(file), "--graph", args.graph]
             command += ["--heads", str(args.heads), "--index-heads", str(args.index_heads)]
             command += ["--budget", str(args.budget), "--dcp", str(args.dcp)]
+            command += ["--row-shard", str(args.row_shard), "--kv-cache-dtype", args.kv_cache_dtype]
             command += ["--layers", str(args.layers), "--limit", str(args.limit)]
             subprocess.run(command, check=True)
     if args.compare:

@@ -54,8 +54,8 @@ class Marlin(torch.nn.Module):
         self.quant_method = SimpleNamespace(fp8_linear=kernel)
 
     def forward(self, x: torch.Tensor):
-        sizes = {"size_n": self.output_size_per_partition, "size_k": self.input_size_per_partition}
-        return marlin.apply_fp8_marlin_linear(x, self.weight, self.weight_scale, None, **sizes), None
+        sizes = self.output_size_per_partition, self.input_size_per_partition
+        return marlin.apply_fp8_marlin_linear(x, self.weight, self.weight_scale, None, *sizes, None), None
 
 
 class Layer:
