@@ -259,6 +259,8 @@ def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
                 forks = found[name][0]["forks"]
                 more["forked"] = sum(row["count"] for row in forks if row["outcome"] == "forked")
             more |= {"ties": ours["ties"]} if "ties" in ours else {}
+            if not args.in_process and offs[0] is not None:
+                more |= compiled_controls.differences(offs[0], ours)
             where = case(args, mode, "check", point) + (f" late={late}" if late else "")
             where += " topk=exact" if exact else ""
             where += f" pass={again}" if again > 1 else ""

@@ -65,6 +65,17 @@ def test_rows_say_where_a_control_differs(decode: ModuleType) -> None:
     assert controls.differences(one, {}) == {}
 
 
+def test_rows_against_off_say_what_of_the_caches_differs(decode: ModuleType, tmp_path: Path) -> None:
+    """Of two engines that did the same; within one engine the caches also hold what older requests left."""
+    args = decode.parser().parse_args(["check", "--modes", "off,full", "--raw", str(tmp_path)])
+    one = checked("a") | {"rows": [[[1], [2]]], "caches": {"layers.0": 1}}
+    other = checked("b") | {"rows": [[[1], [3]]], "caches": {"layers.0": 2}}
+    full = {"points": {"p": other}, "controls": {"serial": {"points": {"p": one}}}}
+    rows = decode.check_rows(args, {"off": [{"points": {"p": one}}], "full": [full]})
+    assert rows[0]["logit_rows_differ"] == 1 and rows[0]["caches_differ"] == ["layers.0"]
+    assert rows[2]["logit_rows_differ"] == 1 and "caches_differ" not in rows[2]
+
+
 class Overlap:
     """Stands for `vllm.dsa.overlap.compiled.layer.LayerOverlap`."""
 
