@@ -1,4 +1,4 @@
-"""The selections of LiteTopK, run from their own source in litedsa's emulator and compared with a sort."""
+"""The selection of LiteTopK, run from its own source in litedsa's emulator and compared with a sort."""
 
 from __future__ import annotations
 
@@ -38,17 +38,13 @@ def emulate(program: Path, shape: str, n: int, k: int, warps: str, seed: int) ->
     return done.stdout.strip() + (f" [exit code {done.returncode}]" if done.returncode else "")
 
 
+SHAPES = ("iid", "heavy", "positive", "rising", "hot", "holes", "equal", "coarse", "infinite", "tiny")
+
+
 @pytest.mark.parametrize("warps", [LIST, MERGE])
-@pytest.mark.parametrize(
-    ("shape", "says"),
-    [
-        *((shape, "linear") for shape in ("iid", "heavy", "positive", "rising", "hot", "holes")),
-        *((shape, "radix") for shape in ("equal", "coarse", "infinite", "tiny")),
-    ],
-)
-def test_a_selection_is_exact(program: Path, shape: str, says: str, warps: str) -> None:
-    """Scores that spread are cut by linear bins, whatever their scale; what bins cannot tell apart is not."""
-    assert emulate(program, shape, 4096, 2048, warps, 3) == f"ok: {says}"
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_selection_is_exact(program: Path, shape: str, warps: str) -> None:
+    assert emulate(program, shape, 4096, 2048, warps, 3) == "ok"
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -58,17 +54,17 @@ def test_sizes_around_k(program: Path, seed: int) -> None:
         for n, k in ((63, 64), (64, 64), (65, 64), (1, 2), (777, 128)):
             for warps in (LIST, MERGE):
                 said = emulate(program, shape, n, k, warps, 100 * seed + n)
-                assert said.startswith("ok: "), (shape, n, k, warps, said)
+                assert said == "ok", (shape, n, k, warps, said)
 
 
 def test_a_defect_is_found(tmp_path: Path) -> None:
-    """The keys of the last bin are taken whole, though only some of them belong to the best."""
+    """Of the keys of the last bin one too few is taken."""
     for path in SOURCES.glob("litetopk*.cuh"):
         text = path.read_text(encoding="utf-8")
-        if path.name == "litetopk_linear.cuh":
-            assert "bin > cut.bin;" in text
-            text = text.replace("bin > cut.bin;", "bin >= cut.bin;")
+        if path.name == "litetopk_select.cuh":
+            assert "rank < boundary.need" in text
+            text = text.replace("rank < boundary.need", "rank + 1 < boundary.need")
         (tmp_path / path.name).write_text(text, encoding="utf-8")
     build(tmp_path, tmp_path / "broken")
-    said = emulate(tmp_path / "broken", "iid", 3001, 512, LIST, 3)
-    assert said.startswith("wrong: ") or "exit code" in said, said
+    said = [emulate(tmp_path / "broken", "iid", 3001, 512, LIST, seed) for seed in range(6)]
+    assert any("wrong: another set" in line for line in said), said

@@ -4,8 +4,8 @@
 #include <cuda.h>
 
 #include "common.cuh"
-#include "litetopk_linear.cuh"
 #include "litetopk_ptx.cuh"
+#include "litetopk_select.cuh"
 
 namespace dsa {
 namespace litetopk {
@@ -168,35 +168,27 @@ template <int kGroups>
 __device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, const Item& item, uint64_t* list, int row, int whole,
                                           int next, int warp, int lane) {
   const select::Segments<4 * kGroups> source{list, whole ? whole : s.kept[row], p.k, p.segment, whole ? nullptr : s.count[row]};
+  const select::Boundary b = select::find_boundary<32>(source, p.k, s.hist[warp], &s.scratch[warp], lane);
   const int64_t query = item.first_query + row;
   const int ks = item.ks[row];
   int32_t* out = p.out + query * p.out_stride;
   uint64_t* keys = next >= 0 ? list : p.parts + (query * p.splits + item.split) * p.k;
   const bool positions = next < 0 && item.splits == 1;
-  const auto emit = [&](uint64_t key, int slot) {
-    if (positions)
-      out[slot] = select::key_position(key) - ks;
-    else
-      __stcg(keys + slot, key);
-  };
-  int valid = p.k;  // at least
-  uint64_t bound;
-  select::Cut cut;
-  if (select::find_cut<32>(source, p.k, s.hist[warp], &s.scratch[warp], lane, &cut)) {
-    bound = select::take_cut<32>(source, cut, s.hist[warp], &s.scratch[warp], lane, emit);
-  } else {
-    const select::Boundary b = select::find_boundary<32>(source, p.k, s.hist[warp], &s.scratch[warp], lane);
-    bound = select::take_largest<32>(source, b, s.hist[warp], &s.scratch[warp], lane, emit);
-    valid = min(b.valid, p.k);
-  }
+  uint64_t bound =
+      select::take_largest<32>(source, b, s.hist[warp], &s.scratch[warp], lane, [&](uint64_t key, int slot) {
+        if (positions)
+          out[slot] = select::key_position(key) - ks;
+        else
+          __stcg(keys + slot, key);
+      });
   if (next >= 0) {
-    if (valid < p.k) bound = 0;
+    if (b.valid < p.k) bound = 0;
     if (lane == 0) {
       s.gate[row] = select::gate_of(bound, select::key_position(bound) < next);
-      s.kept[row] = valid;
+      s.kept[row] = min(b.valid, p.k);
     }
   } else if (!positions) {
-    for (int i = valid + lane; i < p.k; i += 32) keys[i] = 0;
+    for (int i = min(b.valid, p.k) + lane; i < p.k; i += 32) keys[i] = 0;
   }
 }
 
@@ -302,16 +294,14 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
       const auto issue = [&](float (&d)[64], int stage, int half) {
         const uint64_t k_desc = ptx::wgmma_descriptor(s.keys[stage]);
         ptx::wgmma_fence();
-        if constexpr (kProbe != 3)
 #pragma unroll
-          for (int part = 0; part < kDim / 32; ++part)
-            ptx::wgmma_m64n128k32_e4m3(d, k_desc + part * 2, q_desc + half * (128 * kDim / 16) + part * 2, part != 0);
+        for (int part = 0; part < (kProbe == 3 ? 0 : kDim / 32); ++part)
+          ptx::wgmma_m64n128k32_e4m3(d, k_desc + part * 2, q_desc + half * (128 * kDim / 16) + part * 2, part != 0);
         ptx::wgmma_commit();
       };
       // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
       const auto accumulate = [&](const float (&d)[64], int half) {
         if constexpr (kProbe == 2) {
-#pragma unroll
           for (int j = 0; j < 4; ++j) sums[j] += d[j];
           return;
         }
@@ -480,14 +470,10 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (ke - ks <= k) return;
   const select::Array list{parts + row * splits * k, splits * k};
   const int thread = static_cast<int>(threadIdx.x);
-  const auto emit = [&](uint64_t key, int at) { out[row * out_stride + at] = select::key_position(key) - ks; };
-  select::Cut cut;
-  if (select::find_cut<kMergeThreads>(list, k, hist, &scratch, thread, &cut)) {
-    select::take_cut<kMergeThreads>(list, cut, hist, &scratch, thread, emit);
-  } else {
-    const select::Boundary b = select::find_boundary<kMergeThreads>(list, k, hist, &scratch, thread);
-    select::take_largest<kMergeThreads>(list, b, hist, &scratch, thread, emit);
-  }
+  const select::Boundary b = select::find_boundary<kMergeThreads>(list, k, hist, &scratch, thread);
+  select::take_largest<kMergeThreads>(list, b, hist, &scratch, thread, [&](uint64_t key, int at) {
+    out[row * out_stride + at] = select::key_position(key) - ks;
+  });
 }
 
 }  // namespace litetopk

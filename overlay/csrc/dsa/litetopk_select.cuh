@@ -85,7 +85,6 @@ __device__ __forceinline__ void for_each_key(const uint64_t* keys, int n, int th
 struct Array {
   const uint64_t* keys;
   int n;
-  __device__ __forceinline__ int head() const { return n; }
   template <int kThreads, typename F>
   __device__ __forceinline__ void visit(int thread, F f) const {
     for_each_key<kThreads>(keys, n, thread, f);
@@ -99,7 +98,6 @@ struct Segments {
   const uint64_t* keys;
   int kept, stride0, stride;
   const int* counts;
-  __device__ __forceinline__ int head() const { return kept; }
   template <int kThreads, typename F>
   __device__ __forceinline__ void visit(int lane, F f) const {
     static_assert(kThreads == 32 && kSegments % 4 == 0, "four segments at a time");
@@ -140,31 +138,6 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t v) {
 #pragma unroll
   for (int s = 16; s; s >>= 1) v = max(v, static_cast<uint64_t>(__shfl_xor_sync(~0u, static_cast<unsigned long long>(v), s)));
   return v;
-}
-
-// The bin that holds the need-th key from the top, by the first warp: scratch->bin, ->inside (keys in it) and ->above (in better bins).
-// With fewer keys they are left alone.
-__device__ __forceinline__ void find_bin(const int* hist, int need, Scratch* scratch, int lane) {
-  constexpr int kPer = kBins / 32;
-  const int top = kBins - 1 - lane * kPer;
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < kPer; ++i) sum += hist[top - i];
-  int before = sum;
-#pragma unroll
-  for (int s = 1; s < 32; s <<= 1) {
-    const int other = __shfl_up_sync(~0u, before, s);
-    if (lane >= s) before += other;
-  }
-  before -= sum;
-  if (before < need && before + sum >= need) {
-    int above = before;
-    int i = 0;
-    while (above + hist[top - i] < need) above += hist[top - i++];
-    scratch->bin = top - i;
-    scratch->above = above;
-    scratch->inside = hist[top - i];
-  }
 }
 
 struct Boundary {
@@ -228,7 +201,28 @@ __device__ Boundary find_boundary(const Source& source, int k, int* hist, Scratc
       if (key >= lo && key <= hi) atomicAdd(&hist[static_cast<int>((key - lo) >> shift)], 1);
     });
     group_sync<kThreads>();
-    if (thread < 32) find_bin(hist, need, scratch, thread);
+    if (thread < 32) {
+      constexpr int kPer = kBins / 32;
+      const int top = kBins - 1 - thread * kPer;
+      int sum = 0;
+#pragma unroll
+      for (int i = 0; i < kPer; ++i) sum += hist[top - i];
+      int before = sum;
+#pragma unroll
+      for (int s = 1; s < 32; s <<= 1) {
+        const int other = __shfl_up_sync(~0u, before, s);
+        if (thread >= s) before += other;
+      }
+      before -= sum;
+      if (before < need && before + sum >= need) {
+        int above = before;
+        int i = 0;
+        while (above + hist[top - i] < need) above += hist[top - i++];
+        scratch->bin = top - i;
+        scratch->above = above;
+        scratch->inside = hist[top - i];
+      }
+    }
     group_sync<kThreads>();
     const int inside = scratch->inside;
     need -= scratch->above;
@@ -245,40 +239,6 @@ __device__ Boundary find_boundary(const Source& source, int k, int* hist, Scratc
   }
 }
 
-// Where each warp's keys start if each thread has `mine`, so that their order does not depend on timing. Blocks only.
-template <int kThreads>
-__device__ __forceinline__ int warp_offset(int mine, Scratch* scratch, int thread) {
-  mine = __reduce_add_sync(~0u, mine);
-  if (thread % 32 == 0) scratch->taken[thread / 32] = mine;
-  __syncthreads();
-  int offset = 0;
-  for (int warp = 0; warp < thread / 32; ++warp) offset += scratch->taken[warp];
-  return offset;
-}
-
-// Emits the `need` largest of the keys in the list (scratch->inside of them) behind those that were taken, and returns the last of them.
-// cursor: slots that this warp has passed; a block's are counted in scratch->taken.
-template <int kThreads, typename Emit>
-__device__ __forceinline__ uint64_t rank_rest(const uint64_t* list, int need, int cursor, Scratch* scratch, int thread, Emit& emit) {
-  const int inside = scratch->inside;
-  int base = cursor;
-  if constexpr (kThreads > 32) {
-    base = 0;
-    for (int warp = 0; warp < kThreads / 32; ++warp) base += scratch->taken[warp];
-  }
-  for (int i = thread; i < inside; i += kThreads) {
-    const uint64_t key = list[i];
-    int rank = 0;
-    for (int j = 0; j < inside; ++j) rank += list[j] > key;
-    if (rank < need) emit(key, base + rank);
-    if (rank == need - 1) scratch->lo = key;
-  }
-  group_sync<kThreads>();
-  const uint64_t bound = scratch->lo;
-  group_sync<kThreads>();
-  return bound;
-}
-
 // Calls emit(key, slot) once for each of the taken keys, with slots 0 .. taken-1 in an order that only the input decides. Returns a bound: exactly the taken keys
 // are >= it. A warp may emit into the array that it reads: slots never pass what has been read of the head.
 template <int kThreads, typename Source, typename Emit>
@@ -291,9 +251,15 @@ __device__ uint64_t take_largest(const Source& source, const Boundary& boundary,
   if (thread == 0) scratch->inside = 0;
   int cursor = 0;
   if constexpr (kThreads > 32) {
+    // Where each warp's keys start, so that the order does not depend on timing.
+    if (thread < kThreads / 32) scratch->taken[thread] = 0;
+    __syncthreads();
     int mine = 0;
     source.template visit<kThreads>(thread, [&](uint64_t key) { mine += key != 0 && (all ? key >= floor : key > ceiling); });
-    cursor = warp_offset<kThreads>(mine, scratch, thread);
+    mine = __reduce_add_sync(~0u, mine);
+    if (lane == 0) scratch->taken[thread / 32] = mine;
+    __syncthreads();
+    for (int warp = 0; warp < thread / 32; ++warp) cursor += scratch->taken[warp];
   }
   group_sync<kThreads>();
   source.template visit<kThreads>(thread, [&](uint64_t key) {
@@ -306,7 +272,23 @@ __device__ uint64_t take_largest(const Source& source, const Boundary& boundary,
   });
   group_sync<kThreads>();
   if (all) return floor;
-  return rank_rest<kThreads>(list, boundary.need, cursor, scratch, thread, emit);
+  const int inside = scratch->inside;
+  int base = cursor;
+  if constexpr (kThreads > 32) {
+    base = 0;
+    for (int warp = 0; warp < kThreads / 32; ++warp) base += scratch->taken[warp];
+  }
+  for (int i = thread; i < inside; i += kThreads) {
+    const uint64_t key = list[i];
+    int rank = 0;
+    for (int j = 0; j < inside; ++j) rank += list[j] > key;
+    if (rank < boundary.need) emit(key, base + rank);
+    if (rank == boundary.need - 1) scratch->lo = key;
+  }
+  group_sync<kThreads>();
+  const uint64_t bound = scratch->lo;
+  group_sync<kThreads>();
+  return bound;
 }
 
 }  // namespace select
