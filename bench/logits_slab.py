@@ -76,22 +76,25 @@ def run(way: str, args: argparse.Namespace) -> list[int]:
     return reserved
 
 
-def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What each row says of its run."""
     import torch
 
     commit = args.commit
     if not commit:
         done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
         commit = done.stdout.strip()
-    mib = {way: [value / 2**20 for value in values] for way, values in found.items()}
-    about = {
-        "unit": "MiB",
+    return {
         "runs": 1,
         "commit": commit,
         "torch": torch.__version__,
         "driver": driver(),
         "date": datetime.date.today().isoformat(),
     }
+
+
+def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
+    mib = {way: [value / 2**20 for value in values] for way, values in found.items()}
     peak = {way: max(values) for way, values in mib.items()}
     grown = {way: values[-1] - values[0] for way, values in mib.items()}
     rows = []
@@ -104,8 +107,8 @@ def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[
                 "baseline": value["own"],
                 "ours": value["slab"],
             }
-            | {"ratio": ratio}
-            | about
+            | {"ratio": ratio, "unit": "MiB"}
+            | about(args)
         )
     rows[0]["series_MiB"] = {"baseline": mib["own"], "ours": mib["slab"]}
     return rows

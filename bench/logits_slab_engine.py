@@ -3,14 +3,17 @@
 
     python bench/logits_slab_engine.py --line 0.33.0 [--tokens 262144] [--out FILE] [--plot FILE.png]
 
-Each setting starts an engine of its own on the seeded model of ``e2e_model``, answers a prompt of two steps,
-sends one long prompt, steps the engine by hand and notes the reserved bytes after each step. So what grows
-grows with the length, not with the first use of a layer. The allocator's cache is emptied before. Then a
-shorter prompt is answered twice. The first tokens of both settings must agree; the largest difference of the
-best log-probabilities is stored beside that of the baseline with itself, which is not 0: the order in which a
-top-k writes its ids is free. What the allocator holds before and after is printed (``HELD``). Nothing
+Each setting starts an engine of its own on the seeded model of ``e2e_model``, answers a prompt of two
+steps, sends one long prompt, steps the engine by hand and notes the reserved bytes after each step. So
+what grows grows with the length, not with the first use of a layer. The allocator's cache is emptied
+before; what it holds around the long prompt is printed (``HELD``). Then a shorter prompt is answered
+twice. The first tokens of both settings must agree, or the best log-probabilities be as close as those of
+the baseline to itself: they are not equal, for the order in which a top-k writes its ids is free. Nothing
 is timed, so ``--together`` may run both engines at once (then ``--llm`` must leave memory for both). Needs
 what ``logits_slab.py`` needs. ``--layers`` and ``--hf-config`` change the model, ``--llm`` the engine.
+
+With ``--bits`` one engine with the buffer also calls upstream's function for each chunk, and compares all
+logits bit by bit: whether the buffer changes what is selected, which first tokens cannot say.
 """
 
 from __future__ import annotations
@@ -50,6 +53,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     )
     from vllm.dsa import counters
 
+    totals = compare_each_chunk() if args.bits else {}
     torch.cuda.empty_cache()
     steps(llm.llm_engine, min(2 * args.steps, args.tokens), 3)
     before = held()
@@ -57,7 +61,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     print("HELD " + json.dumps({"before": before, "after": held()}), flush=True)
     short = min(SHORT, args.tokens)
     answers = [answer, *(steps(llm.llm_engine, short, 2)[1] for _ in range(2))]
-    return {"reserved": reserved, "answers": answers, "did": counters.snapshot("logits_slab")}
+    did = counters.snapshot("logits_slab")
+    return {"reserved": reserved, "answers": answers, "did": did, "compared": totals}
 
 
 def release_after_profile() -> None:
@@ -85,6 +90,35 @@ def release_after_profile() -> None:
         return int(found)
 
     Worker.determine_available_memory = determine_available_memory
+
+
+def compare_each_chunk() -> dict[str, int]:
+    """Let each chunk be scored by upstream's function too; return the counts, which grow with each chunk."""
+    import torch
+    from vllm.dsa.logits_slab import slab
+    from vllm.utils import deep_gemm
+
+    totals = {"chunks": 0, "logits": 0, "differ": 0}
+    into_the_buffer = slab.Logits.__call__
+
+    def both(self: Any, q: Any, kv: Any, weights: Any, ks: Any, ke: Any, *args: Any, **kwargs: Any) -> Any:
+        got = into_the_buffer(self, q, kv, weights, ks, ke, *args, **kwargs)
+        if torch.cuda.is_current_stream_capturing():
+            return got
+        own = deep_gemm.fp8_fp4_mqa_logits(q, kv, weights, ks, ke, *args, **kwargs)
+        first, last = (torch.zeros_like(ks), ke - ks) if slab.COMPRESSED else (ks, ke)
+        column = torch.arange(got.shape[1], device=got.device)
+        for start in range(0, got.shape[0], 512):  # rows at a time, for the memory of the masks
+            rows = slice(start, start + 512)
+            valid = (column >= first[rows, None]) & (column < last[rows, None])
+            other = got[rows].view(torch.int32) != own[rows].view(torch.int32)
+            totals["logits"] += int(valid.sum())
+            totals["differ"] += int((valid & other).sum())
+        totals["chunks"] += 1
+        return got
+
+    slab.Logits.__call__ = both
+    return totals
 
 
 def held() -> dict[str, Any]:
@@ -171,6 +205,26 @@ def judged(own: dict[str, Any], slab: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def bits_row(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the row of ``--bits``.
+
+    Raises:
+        SystemExit: a logit differs, or none was compared.
+    """
+    totals = found["compared"]
+    if not totals["logits"] or totals["differ"]:
+        raise SystemExit(f"other logits, or none: {totals} {found['did']}")
+    return {
+        "case": f"slab bits heads={args.heads} index={args.index_heads} S={args.tokens} step={args.steps}",
+        "metric": "equal logits",
+        "unit": "1",
+        "baseline": 1.0,
+        "ours": 1.0,
+        "ratio": 1.0,
+        "compared": totals,
+    } | logits_slab.about(args)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -187,10 +241,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--together", action="store_true", help="run both engines at once")
+    parser.add_argument("--bits", action="store_true", help="compare the logits of each chunk instead")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         print("RESULT " + json.dumps(run(args)), flush=True)
+        return
+    if args.bits:
+        row = bits_row(result_of(started("on")), args)
+        print(json.dumps(row))
+        if args.out:
+            results_file.add(args.out, "deepgemm", args.line, [row], replace=True)
         return
     found = results({"own": "off", "slab": "on"}, args.together)
     series = {way: value["reserved"] for way, value in found.items()}
@@ -207,8 +268,9 @@ def main() -> None:
         results_file.add(args.out, "deepgemm", args.line, rows, replace=True)
     if args.plot:
         logits_slab.plot(series, args)
-    if not differences["same_first_tokens"]:
-        tokens = [[answer["token"] for answer in value["answers"]] for value in found.values()]
+    noise = differences["largest_difference_of_baseline_with_itself"]
+    if not differences["same_first_tokens"] and differences["largest_difference"] > noise:
+        tokens = [[answer["token"] for answer in found[way]["answers"]] for way in ("own", "slab")]
         raise SystemExit(f"other first tokens: {tokens[0]} and {tokens[1]}")
 
 

@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +49,20 @@ def test_a_run_without_the_buffer_is_refused(bench: ModuleType) -> None:
     for one, two in ((own, own), (slab, slab), (own, engine(declined, -1.0, -2.0, -2.0))):
         with pytest.raises(SystemExit, match="not used as it should"):
             bench.judged(one, two)
+
+
+def test_equal_logits_are_a_row_and_others_or_none_are_refused(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench.logits_slab, "about", lambda args: {"commit": args.commit})
+    args = SimpleNamespace(heads=16, index_heads=64, tokens=4096, steps=512, commit="c")
+    totals = {"chunks": 8, "logits": 1000, "differ": 0}
+    row = bench.bits_row({"compared": totals, "did": ACTIVE}, args)
+    assert (row["case"], row["ours"]) == ("slab bits heads=16 index=64 S=4096 step=512", 1.0)
+    assert row["compared"] == totals and row["commit"] == "c"
+    for wrong in (totals | {"differ": 1}, totals | {"logits": 0}):
+        with pytest.raises(SystemExit, match="other logits, or none"):
+            bench.bits_row({"compared": wrong, "did": ACTIVE}, args)
 
 
 @pytest.mark.parametrize("end", ["", "; raise SystemExit(3)"])
