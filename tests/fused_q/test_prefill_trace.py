@@ -106,17 +106,39 @@ def norms(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 
 def test_kernels_that_copy_are_known_by_name(norms: ModuleType) -> None:
-    copying = [
-        ("void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>", 3),
-        ("void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>", 1),
-        ("void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<2u>>", 1),
-        ("Memcpy DtoD (Device -> Device)", 2),
-        ("triton_poi_fused_clone_3", 1),
+    copying = {
+        "void at::native::elementwise_kernel<128, 4, at::native::direct_copy_kernel_cuda(...)>": 3,
+        "void at::native::unrolled_elementwise_kernel<at::native::direct_copy_kernel_cuda>": 1,
+        "void at::native::(anonymous namespace)::CatArrayBatchedCopy<at::native::OpaqueType<2u>>": 1,
+        "Memcpy DtoD (Device -> Device)": 2,
+        "triton_poi_fused_clone_3": 1,
+        "triton_poi_fused_slice_cat_view_12": 1,
+    }
+    others = {
+        "void cutlass::device_kernel<flash::FlashAttnFwdSm90<TiledCopy, Gemm>>": 24,
+        "triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0": 6,
+        "triton_poi_fused_add_clone_copy_mul_neg_slice_split_stack_view_6": 6,
+        "triton_poi_fused_4": 1,
+        "Memcpy HtoD (Pinned -> Device)": 9,
+        "_fused_norm_rope_kernel": 24,
+    }
+    assert norms.copies(others | copying) == copying
+
+
+def test_copies_are_told_by_their_size(norms: ModuleType) -> None:
+    copy, memory = "direct_copy_kernel_cuda", "Memcpy DtoD (Device -> Device)"
+    events = [
+        {
+            "cat": "cpu_op",
+            "name": "aten::copy_",
+            "args": {"External id": 7, "Input Dims": [[8, 1536], [], []]},
+        },
+        {"cat": "kernel", "name": copy, "args": {"External id": 7}},
+        {"cat": "kernel", "name": copy, "args": {"External id": 9}},
+        {"cat": "gpu_memcpy", "name": memory, "args": {"bytes": 64}},
+        {"cat": "kernel", "name": "norm", "args": {}},
+        {"cat": "cuda_runtime", "name": "cudaLaunchKernel", "args": {"External id": 7}},
     ]
-    others = [
-        ("void cutlass::device_kernel<flash::FlashAttnFwdSm90<TiledCopy, Gemm>>", 24),
-        ("triton_red_fused__to_copy_add_mean_mul_pow_rsqrt_0", 6),
-        ("Memcpy HtoD (Pinned -> Device)", 9),
-        ("_fused_norm_rope_kernel", 24),
-    ]
-    assert norms.copies([*others, *copying]) == copying
+    kernels, found = norms.look(events)
+    assert kernels == {copy: 2, memory: 1, "norm": 1}
+    assert found == [(copy, 4 * 8 * 1536), (copy, None), (memory, 64)]
