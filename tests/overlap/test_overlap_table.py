@@ -45,6 +45,38 @@ def test_the_stored_table_is_what_the_results_give(table: ModuleType) -> None:
     assert table.main(["--check"]) == 0
 
 
+def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
+    table: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a line needs the rows of a check for every shape that auto knows there."""
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(ROOT / "overlay"))
+    auto, measured = (importlib.import_module(f"vllm.dsa.overlap.{name}") for name in ("auto", "measured"))
+    entries = [entry for entry in measured.MEASURED if entry.line in auto.CHECKED_IN_ENGINE]
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        del sys.modules[name]
+    assert {entry.line for entry in entries} == auto.CHECKED_IN_ENGINE
+    for entry in entries:
+        file = table.RESULTS / f"{entry.line}-{entry.card}.json"
+        shape = f"phase=check heads={entry.heads} index={entry.index_heads} "
+        rows = [row for row in json.loads(file.read_text())["rows"] if shape in row["case"]]
+        unsteady = {tail(row) for row in rows if "mode=off " in row["case"] and row["ours"] != 1.0}
+        for mode in ("auto", "full"):
+            ours = [row for row in rows if f"mode={mode} " in row["case"] and row["forked"] > 0]
+            steady = [row for row in ours if tail(row) not in unsteady]
+            assert len({tail(row) for row in steady}) >= 5
+            assert all(row["ours"] == 1.0 for row in steady)
+            assert all(row["ours"] == 1.0 for row in ours if row["metric"] == "equal tokens")
+        held_up = {row["case"].rpartition("late=")[2] for row in rows if "late=" in row["case"]}
+        assert held_up >= {"main-before", "main-after", "side-begin", "side-end"}
+
+
+def tail(row: dict[str, Any]) -> str:
+    """Batch, context and options of a check, without mode and pass of off."""
+    return str(row["case"].partition(" B=")[2].partition(" pass=")[0])
+
+
 def test_a_choice_is_slower_nowhere_and_clearly_faster(table: ModuleType, tmp_path: Path) -> None:
     results(
         tmp_path,
