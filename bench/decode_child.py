@@ -24,7 +24,7 @@ class Plan:
         late_points: those at which a branch is held up.
         exact_points: those with a top-k whose result is determined.
         check_steps: tokens that each request of a check generates.
-        variants: `e2e_decode.Variant` of everything that takes turns in one engine.
+        variants: `decode_plan.Variant` of everything that takes turns in one engine.
     """
 
     settings: dict[str, Any]
@@ -103,12 +103,12 @@ def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str
 
 def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> None:
     """Let ``auto`` of this process know the rows made of ``found``."""
-    import e2e_decode
+    import decode_rows
     import overlap_table
     from vllm.dsa.overlap import auto, measured
 
     card = auto.card_slug(found["off"][0]["card"])
-    rows = e2e_decode.time_rows(args, found)
+    rows = decode_rows.time_rows(args, found)
     made = overlap_table.entries(overlap_table.collect([(args.line, card, rows)]))
     let_auto_act()
     measured.MEASURED = tuple(auto.Entry(*key, tuple(points)) for key, points in made)

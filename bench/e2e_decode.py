@@ -15,99 +15,22 @@ top-k and compares the hashes of all logits and all tokens with off.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
-import statistics
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import compiled_controls
 import results_file
-
-MODES = ("off", "wk", "full", "native", "auto")
-#: Context of --long-batch, tokens of a cache block, and (batch, context) of the points of a check.
-LONG = 131072
-BLOCK = 64
-CHECKS = [(1, 700), (4, 3000), (16, 3000), (64, 900), (3, 20), (2, 20000)]
-#: Those of them at which a branch is held up (``--late``).
-LATE_CHECKS = [(1, 700), (16, 3000), (3, 20)]
-#: Those at which it runs with a top-k whose result is determined (``--exact-topk``).
-EXACT_CHECKS = [(16, 3000), (2, 20000)]
-
-
-class Variant(NamedTuple):
-    """Something that an engine start runs.
-
-    Attributes:
-        name: is in that of the raw results.
-        mode: one of `MODES`.
-        late: which branch is held up, see `decode_modes.LATE`.
-        exact: whether the top-k is exact_topk's.
-        again: off for the n-th time after the first: what differs there is not the overlap's doing.
-    """
-
-    name: str
-    mode: str
-    late: str = ""
-    exact: bool = False
-    again: int = 0
-
-
-def points(args: argparse.Namespace) -> list[tuple[int, int]]:
-    """Batch and context of every point, in the order in which they are measured."""
-    if args.what == "check":
-        return CHECKS
-    found = [(batch, context) for context in args.context for batch in args.batch]
-    return found + [(batch, LONG) for batch in args.long_batch]
-
-
-def settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What `decode_engine.Engine` needs to know."""
-    wanted = points(args)
-    per_step = 1 + args.mtp
-    room = (args.check_steps if args.what == "check" else args.steps + args.profile + 64) * per_step
-    blocks = max(batch * (-(-(context + room) // BLOCK)) for batch, context in wanted)
-    hf = dict(args.hf_config)
-    if args.index_topk_freq != 1:
-        hf["index_topk_freq"] = args.index_topk_freq
-    # Only the blocks that are used, in case of two cache groups: filling all of a card's memory takes long.
-    llm = {"num_gpu_blocks_override": 2 * blocks + 64} | args.llm
-    if args.mtp:
-        hf["num_nextn_predict_layers"] = 1
-        llm["speculative_config"] = {"method": "mtp", "num_speculative_tokens": args.mtp}
-    return {
-        "heads": args.heads,
-        "index_heads": args.index_heads,
-        "layers": args.layers,
-        "max_len": max(context for _, context in wanted) + room + 64,
-        "per_step": per_step,
-        "batches": sorted({batch for batch, _ in wanted}),
-        "graph": args.graph,
-        "inductor": args.inductor,
-        "hf": hf,
-        "llm": llm,
-    }
+from decode_plan import EXACT_CHECKS, LATE_CHECKS, LONG, MODES, points, settings, variants
+from decode_rows import about, check_rows, time_rows, varied
 
 
 def environment(mode: str) -> dict[str, str]:
     return {"VLLM_INDEXER_OVERLAP": mode}
-
-
-def variants(args: argparse.Namespace) -> list[Variant]:
-    """Everything that is run, in turn."""
-    found = [Variant(mode, mode) for mode in args.modes]
-    if args.what == "check" and args.in_process:
-        for number in range(1, args.off_passes + 1):
-            found.append(Variant(f"off+again{number if number > 1 else ''}", "off", again=number))
-        found += [Variant(f"{args.modes[-1]}+{where}", args.modes[-1], where) for where in args.late]
-        if args.exact_topk:
-            found += [Variant(f"{mode}+exact", mode, exact=True) for mode in args.modes]
-            found.append(Variant("off+again+exact", "off", exact=True, again=1))
-    return found
 
 
 def raw_file(args: argparse.Namespace, mode: str, number: int) -> Path:
@@ -139,14 +62,6 @@ def run_starts(args: argparse.Namespace) -> int:
     return failed
 
 
-def case(args: argparse.Namespace, mode: str, phase: str, point: str) -> str:
-    """The case of a row; its order is fixed for this feature."""
-    head = f"mode={mode} phase={phase} heads={args.heads} index={args.index_heads} graph={args.graph}"
-    extra = f" freq={args.index_topk_freq}" if args.index_topk_freq != 1 else ""
-    extra += f" mtp={args.mtp}" if args.mtp else ""
-    return f"{head} {point}{extra}{args.tag.replace('-', ' ')}"
-
-
 def starts(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """What was measured, by mode, in the order of the rounds."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -154,159 +69,6 @@ def starts(args: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
         files = [raw_file(args, name, number) for number in range(args.rounds)]
         found[name] = [json.loads(file.read_text()) for file in files if file.is_file()]
     return found
-
-
-def ratio_row(
-    where: str, metric: str, unit: str, a: list[float], b: list[float], runs: int
-) -> dict[str, Any]:
-    """A row of medians over engine starts; ``ratio`` > 1: ours is better."""
-    baseline, ours = statistics.median(a), statistics.median(b)
-    return {
-        "case": where,
-        "metric": metric,
-        "unit": unit,
-        "baseline": baseline,
-        "ours": ours,
-        "ratio": baseline / ours if ours else None,
-        "runs": runs,
-        "baseline_starts": a,
-        "ours_starts": b,
-    }
-
-
-def time_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows of every mode against off, and of off's starts against each other (``mode=off``: the noise)."""
-
-    def values(mode: str, point: str, what: str) -> list[float]:
-        runs = [start["points"].get(point, {}) for start in found.get(mode, [])]
-        # Eager steps have no graph, traces of the compiled line no blocks.
-        kept = [run[what] for run in runs if run.get(what, []) != []]
-        return [statistics.median(value) if isinstance(value, list) else value for value in kept]
-
-    rows = []
-    for batch, context in points(args):
-        point = f"B={batch} ctx={context}"
-        for mode in args.modes:
-            where = case(args, mode, "decode", point)
-            for what, metric, unit in (
-                ("graph_us", "graph", "us"),
-                ("step_us", "step", "us"),
-                ("block_us", "attention block", "us"),
-            ):
-                off, ours = values("off", point, what), values(mode, point, what)
-                if mode == "off":
-                    off, ours = off[0::2], off[1::2]
-                if off and ours:
-                    rows.append(ratio_row(where, metric, unit, off, ours, args.steps * len(ours)))
-            if mode == "off" or not args.profile:
-                continue
-            off, ours = values("off", point, "together"), values(mode, point, "together")
-            if off and ours:
-                row = ratio_row(where, "overlap fraction", "1", off, ours, args.profile)
-                rows.append(row | {"ratio": None, "streams": values(mode, point, "streams")})
-    rows += prefill_rows(args, found)
-    for mode in args.modes:
-        off = [sum(start["graph_MiB"]) for start in found.get("off", [])]
-        ours = [sum(start["graph_MiB"]) for start in found.get(mode, [])]
-        if mode != "off" and off and ours:
-            rows.append(
-                ratio_row(case(args, mode, "decode", "B=all ctx=all"), "graph_MiB", "MiB", off, ours, 1)
-            )
-    return rows
-
-
-def prefill_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Rows of one prompt's prefill: medians of each start, by the clock; off against itself too."""
-
-    def values(mode: str, context: int) -> list[float]:
-        runs = [start.get("prefill_ms", {}).get(str(context)) for start in found.get(mode, [])]
-        return [statistics.median(run) for run in runs if run]
-
-    rows = []
-    for context in args.context:
-        for mode in args.modes:
-            off, ours = values("off", context), values(mode, context)
-            if mode == "off":
-                off, ours = off[0::2], off[1::2]
-            if off and ours:
-                where = case(args, mode, "prefill", f"B=1 ctx={context}")
-                rows.append(ratio_row(where, "prefill", "ms", off, ours, args.prefill * len(ours)))
-    return rows
-
-
-def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-    """Two rows per mode and point: share of steps with the bits of off's logits; whether all tokens agree.
-
-    Off may run several times, as a control. A mode is compared with all of its passes and the best one
-    counts, the same for both rows; ``off_passes`` has the shares. Off's own rows say how far its passes agree
-    with the first. ``forked`` is how many passes of a layer forked, in capture and when run. Passes whose
-    top-k is determined (``topk=exact``) are compared among themselves.
-    """
-    rows = []
-    ran = [variant for variant in variants(args) if found.get(variant.name)]
-    for name, mode, late, exact, again in ran:
-        passes = [v.name for v in ran if v.mode == "off" and v.exact is exact and (v.again == 0 or not again)]
-        if name in passes:
-            continue
-        for point, ours in found[name][0]["points"].items():
-            offs = [found[off][0]["points"].get(point) for off in passes]
-            against = [agreement(off, ours) for off in offs if off is not None]
-            if not against:
-                continue
-            share, tokens = max(against)
-            more = {"off_passes": [pair[0] for pair in against]} if len(against) > 1 else {}
-            if "forks" in found[name][0]:
-                forks = found[name][0]["forks"]
-                more["forked"] = sum(row["count"] for row in forks if row["outcome"] == "forked")
-            more |= {"ties": ours["ties"]} if "ties" in ours else {}
-            if not args.in_process and offs[0] is not None:
-                more |= compiled_controls.differences(offs[0], ours)
-            where = case(args, mode, "check", point) + (f" late={late}" if late else "")
-            where += " topk=exact" if exact else ""
-            where += f" pass={again}" if again > 1 else ""
-            for metric, value in (("equal logits", share), ("equal tokens", tokens)):
-                rows.append(
-                    {
-                        "case": where,
-                        "metric": metric,
-                        "unit": "1",
-                        "baseline": 1.0,
-                        "ours": value,
-                        "ratio": value,
-                        "runs": len(ours["logits"]),
-                    }
-                    | more
-                )
-    own = {mode: found.get(mode, []) for mode in args.modes}
-    return rows + compiled_controls.rows(own, lambda mode, point: case(args, mode, "check", point), agreement)
-
-
-def agreement(off: dict[str, Any], ours: dict[str, Any]) -> tuple[float, float]:
-    """Share of steps whose logits have the same bits, and 1.0 if all tokens are equal, else 0.0."""
-    same = sum(a == b for a, b in zip(off["logits"], ours["logits"], strict=False))
-    steps = max(len(off["logits"]), len(ours["logits"]))
-    return same / steps, float(off["tokens"] == ours["tokens"])
-
-
-def varied(start: dict[str, Any]) -> bool:
-    """Whether the model of a check does anything: logits differ from step to step and within a step."""
-    rows = [row.split() for point in start["points"].values() for row in point["logits"]]
-    return len({row[0] for row in rows}) > len(rows) // 2 and all(float(row[1]) > 0 for row in rows)
-
-
-def about(args: argparse.Namespace, start: dict[str, Any]) -> dict[str, Any]:
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0]
-    except FileNotFoundError:
-        driver = "unknown"
-    return {
-        "commit": args.commit,
-        "driver": driver,
-        "torch": start.get("torch", "unknown"),
-        "date": datetime.date.today().isoformat(),
-        "layers": args.layers,
-    } | ({"in_process": True} if args.in_process else {})
 
 
 def numbers(text: str) -> list[int]:

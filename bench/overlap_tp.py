@@ -28,7 +28,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results_file
-from e2e_decode import agreement
+from decode_rows import agreement
 
 #: Names of the passes of --in-process; the last one is off once more, to see whether off agrees with itself.
 AGAIN = "again"

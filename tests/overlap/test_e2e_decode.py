@@ -25,6 +25,12 @@ def decode() -> ModuleType:
 
 
 @pytest.fixture
+def checks() -> list[tuple[int, int]]:
+    points: list[tuple[int, int]] = importlib.import_module("decode_plan").CHECKS
+    return points
+
+
+@pytest.fixture
 def engine() -> ModuleType:
     return importlib.import_module("decode_engine")
 
@@ -43,7 +49,7 @@ def arguments(decode: ModuleType, tmp_path: Path, *more: str) -> Any:
     return decode.parser().parse_args(command)
 
 
-def test_points_and_what_the_engine_is_told(decode: ModuleType) -> None:
+def test_points_and_what_the_engine_is_told(decode: ModuleType, checks: list[tuple[int, int]]) -> None:
     args = decode.parser().parse_args(["time"])
     assert decode.points(args)[:6] == [(1, 4096), (4, 4096), (16, 4096), (32, 4096), (64, 4096), (1, 8192)]
     assert decode.points(args)[-2:] == [(1, 131072), (4, 131072)] and len(decode.points(args)) == 17
@@ -53,18 +59,19 @@ def test_points_and_what_the_engine_is_told(decode: ModuleType) -> None:
     assert told["llm"]["num_gpu_blocks_override"] > 2 * needed
     args = decode.parser().parse_args(["check", "--mtp", "2", "--index-topk-freq", "4"])
     told = decode.settings(args)
-    assert decode.points(args) == decode.CHECKS and told["per_step"] == 3
+    assert decode.points(args) == checks and told["per_step"] == 3
     assert told["hf"] == {"index_topk_freq": 4, "num_nextn_predict_layers": 1}
     assert told["llm"]["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 2}
 
 
 def test_cases_are_as_the_results_format_has_them(decode: ModuleType) -> None:
+    case = importlib.import_module("decode_rows").case
     args = decode.parser().parse_args(["time"])
     point = "B=16 ctx=4096"
     want = "mode=auto phase=decode heads=16 index=64 graph=FULL B=16 ctx=4096"
-    assert decode.case(args, "auto", "decode", point) == want
+    assert case(args, "auto", "decode", point) == want
     args = decode.parser().parse_args(["time", "--mtp", "1", "--index-topk-freq", "4", "--tag=-mlp=256"])
-    assert decode.case(args, "auto", "decode", point) == f"{want} freq=4 mtp=1 mlp=256"
+    assert case(args, "auto", "decode", point) == f"{want} freq=4 mtp=1 mlp=256"
 
 
 def test_rows_are_medians_over_starts_and_off_is_its_own_control(decode: ModuleType, tmp_path: Path) -> None:
@@ -298,7 +305,11 @@ def test_where_off_differs_from_itself_a_mode_has_to_agree_with_one_of_its_passe
 
 
 def test_a_check_in_one_engine_holds_branches_up(
-    decode: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    decode: ModuleType,
+    checks: list[tuple[int, int]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     command = ["check", "--in-process", "--late", "main-after,side-end", "--raw", str(tmp_path)]
     args, turns = in_turn(decode, monkeypatch, command)
@@ -307,8 +318,8 @@ def test_a_check_in_one_engine_holds_branches_up(
         "capture full+side-end full side-end",
     ]
     rows = decode.check_rows(args, decode.starts(args))
-    assert len(rows) == 2 * (3 * len(decode.CHECKS) + 2 * len(decode.LATE_CHECKS))
-    assert sum(row["case"].startswith("mode=off phase=check") for row in rows) == 2 * len(decode.CHECKS)
+    assert len(rows) == 2 * (3 * len(checks) + 2 * len(decode.LATE_CHECKS))
+    assert sum(row["case"].startswith("mode=off phase=check") for row in rows) == 2 * len(checks)
     unequal = [row["case"] for row in rows if row["metric"] == "equal logits" and row["ours"] != 1.0]
     assert len(unequal) == len(decode.LATE_CHECKS) and all("late=side-end" in name for name in unequal)
     with pytest.raises(SystemExit):
