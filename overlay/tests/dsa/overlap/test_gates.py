@@ -279,14 +279,16 @@ def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
     assert counted("serial") == {"auto": 2}
 
 
-@pytest.mark.parametrize("what", ["speculative decoding", "decode context parallelism"])
+@pytest.mark.parametrize("what", ["speculative decoding", "quantised weights", "decode context parallelism"])
 def test_auto_takes_an_engine_of_another_kind_for_unmeasured(monkeypatch, what):
     monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
     monkeypatch.setattr(measured, "MEASURED", (entry(),))
     dcp = {"decode_context_parallel_size": 2} if what == "decode context parallelism" else {}
     model = Model(monkeypatch, parallel=dcp)
-    if not dcp:
+    if what == "speculative decoding":
         model.config.speculative_config = object()
+    if what == "quantised weights":
+        model.config.quant_config = object()
     assert feature.probe(model.config) == features.Status(
         features.State.OFF, f"auto acts as off: not measured with {what}"
     )

@@ -87,6 +87,8 @@ def unmeasured(config: Any | None) -> str | None:
         return None
     if getattr(config, "speculative_config", None) is not None:
         return "auto acts as off: not measured with speculative decoding"
+    if getattr(config, "quant_config", None) is not None:
+        return "auto acts as off: not measured with quantised weights"
     parallel = getattr(config, "parallel_config", None)
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         return "auto acts as off: not measured with decode context parallelism"
