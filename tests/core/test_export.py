@@ -51,6 +51,24 @@ def test_export_then_apply_gives_the_same_tree(two: Project) -> None:
     assert two.head_tree() == want
 
 
+def test_a_commit_without_fixup_is_said_to_be_a_new_patch(two: Project) -> None:
+    """Who only wanted to change a patch learns how; what it names puts it right."""
+    two.edit("vllm/envs.py", "y = x + 2", "y = x + 3")
+    dirty = two.series("export", "0.9.0", code=5)
+    assert "with --fixup COMMIT a change of that patch" in dirty.err
+    two.commit("Tweak")
+    said = two.series("export", "0.9.0").out
+    assert "added: tweak.patch" in said and "series export 0.9.0 --drop tweak.patch" in said
+    rows = two.git("log", "--reverse", "--format=%H %s").splitlines()
+    base, forward, backward, tweak = (row.split()[0] for row in rows[:4])
+    assert [row.partition(" ")[2] for row in rows[1:4]] == ["Change forward", "Change backward", "Tweak"]
+    todo = two.root / "todo"
+    todo.write_text(f"pick {forward}\nfixup {tweak}\npick {backward}\n")
+    two.git("-c", f"sequence.editor=cp '{todo}'", "rebase", "-q", "-i", base)
+    result = two.series("export", "0.9.0", "--drop", "tweak.patch", "--json").json
+    assert (result["rewritten"], result["dropped"]) == (["change-forward.patch"], ["tweak.patch"])
+
+
 def test_only_the_patch_that_changed_is_rewritten(two: Project) -> None:
     other = (two.patches / "change-backward.patch").read_bytes()
     two.edit("vllm/envs.py", "y = x + 2", "y = x + 3")
