@@ -118,9 +118,11 @@ if [ -n "$whole" ]; then
 fi
 
 # The checks are listed in .pre-commit-config.yaml; its formatters change the file that they find wrong.
+# pre-commit shows all that differs from the commit as its own changes: only of use where nothing differed before.
 run_lint() {
-    PRE_COMMIT_HOME="$VLLM_SERIES_ROOT/.tools/pre-commit" \
-        pre-commit run --all-files --show-diff-on-failure --color never
+    local options=(--all-files --color never)
+    ! git diff --quiet || options+=(--show-diff-on-failure)
+    PRE_COMMIT_HOME="$VLLM_SERIES_ROOT/.tools/pre-commit" pre-commit run "${options[@]}"
 }
 
 run_unit() { pytest -n "$JOBS" --dist loadfile -m "not slow and not torch and not upstream" tests; }

@@ -197,8 +197,8 @@ def export_command(
     if plan.added:
         drops = " ".join(f"--drop {name}" for name in plan.added)
         rows.append(
-            "  a new patch needs trailers: series lint; to change an existing patch instead: git rebase -i in "
-            f"build/{line}, `fixup` below that patch, then series export {line} {drops}"
+            "  a new patch needs trailers: series lint; to change an existing patch instead: git rebase -i "
+            f"in build/{line}, `fixup` below that patch, then series export {line} {drops}"
         )
     emit(data, as_json=as_json, text="\n".join(rows) or f"line {line}: nothing to export")
 

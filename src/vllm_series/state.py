@@ -192,8 +192,9 @@ def require(found: TreeState, line: str, accepted: Iterable[State]) -> None:
         many = "1 uncommitted change" if len(found.dirty) == 1 else f"{len(found.dirty)} uncommitted changes"
         raise WouldLoseWork(
             f"build/{line} is DIRTY: {many} ({first})",
-            fix=f"git -C {shown} add -A && git -C {shown} commit (a new patch; with --fixup COMMIT a change of that "
-            f"patch), then: series export {line}; or drop them (kept under refs/series/saved): series apply {line} --discard",
+            fix=f"git -C {shown} add -A && git -C {shown} commit (a new patch; with --fixup COMMIT a change "
+            f"of that patch), then: series export {line}; or drop them (kept under refs/series/saved): "
+            f"series apply {line} --discard",
         )
     if found.state is State.AHEAD:
         rows = "\n    ".join(row[:90] for row in found.unexported[:5])
