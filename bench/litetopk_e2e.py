@@ -173,6 +173,7 @@ def rows(
     if min_keys is not None:
         case += f" dispatch=always min_keys={min_keys}"
     if args.tensor_parallel > 1:
+        common["exchanges"] = args.exchanges[0]  # of top-k rows between the ranks, off and on, until now
         case += f" tp={args.tensor_parallel} shard_min_rows={args.shard_min_rows}"
     if args.mtp:
         case += f" mtp={args.mtp}"
@@ -239,6 +240,7 @@ def main() -> int:
     args.tensor_parallel = int(os.environ.get("WORLD_SIZE", "1"))
     if args.tensor_parallel > 1:
         overlap_tp.nccl_alone()
+        args.exchanges = overlap_tp.count_exchanges()
         args.llm = {
             "tensor_parallel_size": args.tensor_parallel,
             "attention_config": {"indexer_tp_shard_min_rows": args.shard_min_rows},

@@ -17,6 +17,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,9 @@ def main() -> None:
     common = {key: v for key, v in litetopk_operator.about(args.line, args.commit).items() if key != "line"}
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        libraries = {probe: kernels.open_library(build(args.nvcc, probe, Path(folder))) for probe in PROBES}
+        with ThreadPoolExecutor() as pool:
+            built = list(pool.map(lambda probe: build(args.nvcc, probe, Path(folder)), PROBES))
+        libraries = {probe: kernels.open_library(path) for probe, path in zip(PROBES, built, strict=True)}
         for shape in SHAPES:
             heads, queries, keys = shape
             found = measure(libraries, shape, args.runs)

@@ -1,5 +1,6 @@
 // Runs the selection of litetopk (litetopk_select.cuh) in litedsa's emulator and compares it with a sort.
-//   emulate_select SHAPE N K WARPS SEED    SHAPE: how the scores spread; WARPS: 1 is a list of a scan, 16 the merge of parts
+//   emulate_select SHAPE N K WARPS SEED    SHAPE: how the scores spread; WARPS: 1 is a list of a scan, 16 the merge of parts, 0 the
+//                                          scores of a scan's first tiles
 // Exits with 0 if its keys, their order on a second run and its bound are right.
 #include <map>
 #include <set>
@@ -27,13 +28,14 @@ float score_of(const std::string& shape, int i, int n) {
   if (shape == "coarse") return static_cast<float>(static_cast<int>(rng() % 7));
   if (shape == "rising") return static_cast<float>(i) / n;
   if (shape == "hot") return i == n / 3 ? 1e30f : normal() * 1e-3f;
-  if (shape == "infinite") return rng() % 3 ? normal() : rng() % 2 ? INFINITY : -INFINITY;
+  if (shape == "infinite") return rng() % 3 ? normal() : rng() % 2 ? INFINITY
+                                                                   : -INFINITY;
   if (shape == "tiny") return normal() * 1e-42f;
   if (shape == "holes") return rng() % 2 ? normal() : NAN;  // an empty slot
   wrong("no such shape");
 }
 
-constexpr int kSegments = 4, kStride = 64;
+constexpr int kSegments = 4, kStride = 64, kFirst = 1000;
 struct Result {
   std::vector<uint64_t> keys;
   uint64_t bound = 0;
@@ -82,14 +84,27 @@ int main(int, char** argv) {
         const float score = std::fabs(normal());
         all.push_back(list[behind + s * kStride + j] = chosen::make_key(score, 1 << 17 | s << 8 | j));
       }
+  if (warps == 0) {
+    if (n % 4) wrong("the scores of tiles are a multiple of 4");
+    all.clear();
+    float* scores = reinterpret_cast<float*>(list + k + k % 2);
+    for (int i = 0; i < n; ++i) {
+      scores[i] = score_of(shape, i, n) + 0.0f;
+      all.push_back(std::isnan(scores[i]) ? 0 : chosen::make_key(scores[i], kFirst + i));
+    }
+  }
   all.erase(std::remove(all.begin(), all.end(), 0), all.end());
   std::sort(all.begin(), all.end(), std::greater<uint64_t>());
   const int taken = std::min<int>(k, static_cast<int>(all.size()));
 
-  const chosen::Segments<kSegments> segments{list, n, behind, kStride, counts};
+  const chosen::Segments<kSegments> segments{list, n, behind, kStride, counts, 0, 0};
+  const chosen::Segments<kSegments> fresh{list, 0, k + k % 2, kStride, nullptr, n, kFirst};
   const chosen::Array array{list, n};
-  const Result first = warps == 1 ? select_once<32>(segments, k, seed) : select_once<512>(array, k, seed);
-  const Result again = warps == 1 ? select_once<32>(segments, k, seed + 1) : select_once<512>(array, k, seed + 1);
+  const auto once = [&](unsigned s) {
+    return warps == 0 ? select_once<32>(fresh, k, s) : warps == 1 ? select_once<32>(segments, k, s)
+                                                                  : select_once<512>(array, k, s);
+  };
+  const Result first = once(seed), again = once(seed + 1);
   if (first.keys != again.keys) wrong("another order of threads gave another result");
   std::vector<uint64_t> sorted = first.keys;
   std::sort(sorted.begin(), sorted.end(), std::greater<uint64_t>());

@@ -3,10 +3,17 @@
 
 #include "emulator.h"
 
+using std::isnan;
+
 struct ulonglong2 {
   unsigned long long x, y;
 };
 inline ulonglong2 make_ulonglong2(unsigned long long x, unsigned long long y) { return {x, y}; }
+
+struct float4 {
+  float x, y, z, w;
+};
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 
 template <typename T>
 T __ldcg(const T* p) {

@@ -50,11 +50,10 @@ inline bool make_maps(const void* k, const float* k_scale, int keys, CUtensorMap
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Slots of one row's list: first the whole of the fill tiles, later k kept keys and a segment per math warp.
+// Slots of one row's list: k kept keys and behind them first the scores of the fill tiles, later a segment per math warp.
 inline int list_slots(int heads, int k, int segment, int fill_tiles) {
-  const int whole = fill_tiles * kTile;
-  const int split = k + (heads == 64 ? Config<64>::kWarps : Config<32>::kWarps) * segment;
-  return whole > split ? whole : split;
+  const int whole = fill_tiles * kTile / 2, split = (heads == 64 ? Config<64>::kWarps : Config<32>::kWarps) * segment;
+  return k + (whole > split ? whole : split);
 }
 
 // Queries whose ranges are cut into parts: those of all blocks but the first `whole` in order of work, which are the last ones.

@@ -167,7 +167,8 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& s, int fir
 template <int kGroups>
 __device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, const Item& item, uint64_t* list, int row, int whole,
                                           int next, int warp, int lane) {
-  const select::Segments<4 * kGroups> source{list, whole ? whole : s.kept[row], p.k, p.segment, whole ? nullptr : s.count[row]};
+  const int first = item.base + (item.end - min(item.end - item.begin, p.fill_tiles)) * kTile;
+  const select::Segments<4 * kGroups> source{list, s.kept[row], p.k, p.segment, s.count[row], whole, first};
   const select::Boundary b = select::find_boundary<32>(source, p.k, s.hist[warp], &s.scratch[warp], lane);
   const int64_t query = item.first_query + row;
   const int ks = item.ks[row];
@@ -339,10 +340,10 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
             if (!isnan(score1)) out[position1] = score1;
           }
         } else if (filling) {
-          uint64_t* list = lists + row * p.capacity + tile * kTile + key_row;
+          float* scores = reinterpret_cast<float*>(lists + row * p.capacity + p.k) + tile * kTile + key_row;
           if (active >> row & 1) {
-            __stcg(list, isnan(score0) ? 0 : select::make_key(score0, position0));
-            __stcg(list + 8, isnan(score1) ? 0 : select::make_key(score1, position1));
+            __stcg(scores, score0);
+            __stcg(scores + 8, score1);
           }
         } else {
           const bool pass0 = score0 >= gate[r], pass1 = score1 >= gate[r];
@@ -396,7 +397,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
           most = max(most, count);
         }
         if (!__syncthreads_or(finished || filling || most > p.limit)) continue;
-        const int whole = i <= fill ? i * kTile : 0;  // the list is still one piece
+        const int whole = i <= fill ? i * kTile : 0;  // the list is still scores of all keys
         const int next = finished ? -1 : base + (begin + i - fill) * kTile;
         for (int row = warp; row < kRows; row += kWarps) {
           if (active >> row & 1) {

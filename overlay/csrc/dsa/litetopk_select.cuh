@@ -81,6 +81,31 @@ __device__ __forceinline__ void for_each_key(const uint64_t* keys, int n, int th
   }
 }
 
+// The same for n scores (a multiple of 4), NaN where there is no key; their positions count from `first` on. One warp.
+template <typename F>
+__device__ __forceinline__ void for_each_score(const float* scores, int n, int first, int lane, F f) {
+  constexpr int kLoads = kUnroll / 2;
+  const auto key = [](float score, int position) { return isnan(score) ? 0 : make_key(score, position); };
+  for (int base = 0; base < n; base += 32 * 4 * kLoads) {
+    float4 v[kLoads];
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int i = base + (u * 32 + lane) * 4;
+      v[u] = make_float4(NAN, NAN, NAN, NAN);
+      if (i < n) v[u] = __ldcg(reinterpret_cast<const float4*>(scores + i));
+    }
+    __syncwarp();
+#pragma unroll
+    for (int u = 0; u < kLoads; ++u) {
+      const int position = first + base + (u * 32 + lane) * 4;
+      f(key(v[u].x, position));
+      f(key(v[u].y, position + 1));
+      f(key(v[u].z, position + 2));
+      f(key(v[u].w, position + 3));
+    }
+  }
+}
+
 // One contiguous array of keys.
 struct Array {
   const uint64_t* keys;
@@ -91,18 +116,23 @@ struct Array {
   }
 };
 
-// A head of `kept` keys and, behind `stride0` slots, `kSegments` segments of `stride` slots with counts[0 .. kSegments-1] keys each
-// (counts may be null: no segments). One warp. Rows of 8 lanes read one segment each, so that short segments do not leave lanes idle.
+// Behind `stride0` slots either `fresh` scores of the positions from `first` on, or, with fresh = 0, `kSegments` segments of `stride` slots
+// with counts[0 .. kSegments-1] keys each; then the slots before them begin with `kept` keys. One warp. Rows of 8 lanes read one segment
+// each, so that short segments do not leave lanes idle.
 template <int kSegments>
 struct Segments {
   const uint64_t* keys;
   int kept, stride0, stride;
   const int* counts;
+  int fresh, first;
   template <int kThreads, typename F>
   __device__ __forceinline__ void visit(int lane, F f) const {
     static_assert(kThreads == 32 && kSegments % 4 == 0, "four segments at a time");
+    if (fresh) {
+      for_each_score(reinterpret_cast<const float*>(keys + stride0), fresh, first, lane, f);
+      return;
+    }
     for_each_key<32>(keys, kept, lane, f);
-    if (!counts) return;
 #pragma unroll 1
     for (int first = 0; first < kSegments; first += 4) {
       const int segment = first + lane / 8;

@@ -112,7 +112,7 @@ def workspace_bytes(
 ) -> int:
     """Return the workspace of one call in bytes; the same number as ``dsa_litetopk_workspace_bytes``."""
     rows = _COLUMNS // heads
-    slots = max(fill_tiles * _TILE, k + _WARPS[heads] * segment)
+    slots = k + max(fill_tiles * _TILE // 2, _WARPS[heads] * segment)
     blocks = -(-queries // rows)
     merged = min(queries, max(0, blocks - whole) * rows) if splits > 1 else 0
     return 256 + _aligned(ctas * rows * slots * 8) + _aligned(merged * splits * k * 8)
