@@ -250,7 +250,6 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
         for budget in ("512MiB", "matrix")
         if budget in found
     ]
-    del workspace
     theirs_mib, mib = extra_mib(calls["512MiB"]), extra_mib(lambda: kernel.litetopk(*case, out, plan=how))
     peak = {"metric": "peak_MiB", "unit": "MiB", "baseline": theirs_mib, "ours": mib}
     result.append(
