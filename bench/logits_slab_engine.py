@@ -41,16 +41,20 @@ import results_file
 SHORT = 32768
 
 
-def run(args: argparse.Namespace) -> dict[str, Any]:
-    """One engine: reserved bytes after each step of the long prompt, all answers, what the feature did."""
-    import torch
-
+def start(args: argparse.Namespace) -> Any:
+    """Start the engine in this process."""
     overrides = e2e_model.rope(args.tokens + 64) | args.hf_config
     options = {"max_num_batched_tokens": args.steps, "enable_chunked_prefill": True} | args.llm
     release_after_profile()
-    llm = e2e_model.make_engine(
+    return e2e_model.make_engine(
         args.heads, args.index_heads, args.layers, args.tokens + 64, overrides, options
     )
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """One engine: reserved bytes after each step of the long prompt, all answers, what the feature did."""
+    llm = start(args)
+    import torch
     from vllm.dsa import counters
 
     totals = compare_each_chunk() if args.bits else {}
@@ -225,10 +229,9 @@ def bits_row(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     } | logits_slab.about(args)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser_for(text: str | None) -> argparse.ArgumentParser:
+    """Return a parser of the options that every measurement in an engine has."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--line", required=True)
     parser.add_argument("--tokens", type=int, default=262144)
     parser.add_argument("--steps", type=int, default=8192)
@@ -239,6 +242,11 @@ def main() -> None:
     parser.add_argument("--llm", type=json.loads, default={})
     parser.add_argument("--commit", default="", help="of the checkout, where git cannot tell it")
     parser.add_argument("--out", type=Path)
+    return parser
+
+
+def main() -> None:
+    parser = parser_for(__doc__)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--together", action="store_true", help="run both engines at once")
     parser.add_argument("--bits", action="store_true", help="compare the logits of each chunk instead")

@@ -133,6 +133,17 @@ OFFERED = (
         value="series",
         x_log=False,
     ),
+    Plot(
+        "logits_slab-engine-0.28.0",
+        "deepgemm/0.28.0-h200.json",
+        "memory reserved in the engine of 0.28.0 on an H200: upstream (dashed) and ours",
+        r"slab e2e heads=16 index=64 S=(?P<x>\d+) step=(?P<step>\d+)",
+        "steps of {step}",
+        "tokens of context",
+        metric="peak_MiB",
+        value="series",
+        x_log=False,
+    ),
 )
 
 

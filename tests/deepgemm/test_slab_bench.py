@@ -65,6 +65,21 @@ def test_equal_logits_are_a_row_and_others_or_none_are_refused(
             bench.bits_row({"compared": wrong, "did": ACTIVE}, args)
 
 
+def test_times_are_of_runs_that_used_the_buffer_with_on_alone(
+    bench: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = importlib.import_module("logits_slab_times")
+    monkeypatch.setattr(bench.logits_slab, "about", lambda args: {"commit": args.commit})
+    args = SimpleNamespace(heads=16, index_heads=64, tokens=4096, steps=512, layers=3, commit="c")
+    seconds = {"off": [3.0, 1.0, 2.0], "on": [1.0, 9.0, 1.0]}
+    row = times.row({"seconds": seconds, "more": 1 << 20, "did": ACTIVE}, args)
+    assert (row["baseline"], row["ours"], row["ratio"], row["runs"]) == (2.0, 1.0, 2.0, 3)
+    assert row["case"] == "slab prefill heads=16 index=64 S=4096 step=512"
+    for did, more in (([], 1), (ACTIVE, 0), ([ACTIVE[0] | {"outcome": "declined"}], 1)):
+        with pytest.raises(SystemExit, match="not used as it should"):
+            times.row({"seconds": seconds, "more": more, "did": did}, args)
+
+
 @pytest.mark.parametrize("end", ["", "; raise SystemExit(3)"])
 def test_an_engine_that_ends_without_a_result_says_what_it_printed(bench: ModuleType, end: str) -> None:
     script = f"print('noise'); print('RESULT {{}}' if {bool(end)} else 'nothing'){end}"

@@ -12,7 +12,7 @@ from vllm.dsa.logits_slab import extension
 
 SWITCH = "VLLM_INDEXER_LOGITS_SLAB"
 #: Compute capabilities of which bench/results/deepgemm holds a measurement: there ``auto`` means on.
-MEASURED: frozenset[tuple[int, int]] = frozenset()
+MEASURED: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 #: Compute capabilities whose kernel writes float32 logits, which the top-k kernels read as they are.
 SUPPORTED: frozenset[tuple[int, int]] = frozenset({(9, 0)})
 
