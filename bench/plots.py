@@ -150,7 +150,10 @@ OFFERED = (
 def curves(plot: Plot, root: Path = ROOT) -> dict[str, list[tuple[float, dict[str, Any]]]]:
     """Return the rows of each curve, by its label and rising x; of several rows of a case the last counts."""
     path = root / RESULTS / plot.results
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    try:
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"] if path.is_file() else []
+    except (ValueError, KeyError, TypeError) as error:
+        sys.exit(f"error: {path} cannot be read: {error}\n  fix: git checkout {RESULTS}/{plot.results}")
     found: dict[str, tuple[tuple[Any, ...], dict[float, dict[str, Any]]]] = {}
     for row in rows:
         match = re.fullmatch(plot.select, row["case"])
@@ -204,8 +207,10 @@ def digest(plot: Plot, root: Path = ROOT) -> str:
 
 def draw(plot: Plot, target: Path, root: Path = ROOT) -> None:
     """Write the figure as SVG; the same input and matplotlib give the same bytes."""
-    import matplotlib
-
+    try:
+        import matplotlib
+    except ImportError as error:
+        sys.exit(f"error: {error}\n  fix: scripts/bench.sh --plots, which has it, or pip install matplotlib")
     matplotlib.use("svg")
     from matplotlib import pyplot
 

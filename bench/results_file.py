@@ -4,8 +4,45 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from pathlib import Path
 from typing import Any
+
+
+def read(path: Path) -> dict[str, Any] | None:
+    """Return what a file holds, None if there is none.
+
+    A file that cannot be read is set aside as ``<name>.broken`` with a note, so that a long measurement
+    does not end in an error when its rows are to be added.
+    """
+    try:
+        data: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        if all("case" in row for row in data["rows"]):
+            return data
+        why = "a row has no case"
+    except FileNotFoundError:
+        return None
+    except (ValueError, KeyError, TypeError) as error:
+        why = f"{type(error).__name__}: {error}"
+    aside, number = path.with_name(f"{path.name}.broken"), 1
+    while aside.exists():
+        number += 1
+        aside = path.with_name(f"{path.name}.broken{number}")
+    path.replace(aside)
+    print(f"note: {path} cannot be read ({why}); it is kept as {aside.name}", file=sys.stderr)
+    return None
+
+
+def write(path: Path, data: dict[str, Any]) -> None:
+    """Write a file as a whole: one that is interrupted leaves the old file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
 
 
 def add(
@@ -21,7 +58,7 @@ def add(
         replace: drop the older rows of the same case and metric.
         card: as ``feature``.
     """
-    data: dict[str, Any] = {
+    data = read(path) or {
         "schema": 1,
         "kind": "ratio",
         "feature": feature,
@@ -30,12 +67,8 @@ def add(
         "rows": [],
         "notes": "",
     }
-    if path.is_file():
-        data = json.loads(path.read_text())
     kept = data["rows"]
     if replace:
         new = {(row["case"], row["metric"]) for row in rows}
-        kept = [row for row in kept if (row["case"], row["metric"]) not in new]
-    data["rows"] = kept + rows
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(data, indent=1) + "\n")
+        kept = [row for row in kept if (row["case"], row.get("metric")) not in new]
+    write(path, data | {"rows": kept + rows})

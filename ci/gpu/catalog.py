@@ -136,10 +136,11 @@ def look(python: str = sys.executable) -> Machine:
     if "error" in said:
         raise SuiteError(f"{python} has {said['error']}\n  fix: {wheel}")
     if not said["cards"]:
-        raise SuiteError(
-            f"torch {said['torch']} of {python} sees no CUDA device\n"
-            "  fix: run it on a machine with a Hopper or Blackwell card; --list shows what there is to run"
-        )
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES")
+        fix = "run it on a machine with a Hopper or Blackwell card; --list shows what there is to run"
+        if hidden is not None:
+            fix = f"CUDA_VISIBLE_DEVICES='{hidden}' names the cards that may be used: unset it; or {fix}"
+        raise SuiteError(f"torch {said['torch']} of {python} sees no CUDA device\n  fix: {fix}")
     if "vllm_error" in said:
         raise SuiteError(f"{python} has no patched vLLM ({said['vllm_error']})\n  fix: {wheel}")
     smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import argparse
 import datetime
-import json
 import signal
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+import results_file
 from catalog import ROOT, Machine, Step, SuiteError, commit, load, look, unsupported
 from steps import FAILED, LEFT_OUT, OK, UNSUPPORTED, Row, run_step
 
@@ -28,8 +29,7 @@ from steps import FAILED, LEFT_OUT, OK, UNSUPPORTED, Row, run_step
 def store(rows: list[Row], machine: Machine, out: Path) -> Path:
     """Write the rows to ``out/gpu-suite/<line>-<card>.json``; rows of other cases in the file stay."""
     path = out / "gpu-suite" / f"{machine.line}-{machine.card}.json"
-    path.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(path.read_text())["rows"] if path.is_file() else []
+    old = (results_file.read(path) or {"rows": []})["rows"]
     about = {
         "commit": commit(ROOT),
         "version": machine.version,
@@ -48,7 +48,7 @@ def store(rows: list[Row], machine: Machine, out: Path) -> Path:
         "rows": sorted(kept + fresh, key=lambda row: str(row["case"])),
         "notes": f"{machine.name}, {machine.cards} visible",
     }
-    path.write_text(json.dumps(data, indent=1) + "\n")
+    results_file.write(path, data)
     return path
 
 

@@ -54,7 +54,12 @@ def install(
         raise UsageError("--undo finds out itself what there is to undo", fix="series install --undo")
     if force and not undo:
         raise UsageError("--force belongs to --undo", fix="series install --undo --force")
-    if (files or no_kernels) and file:
+    if no_kernels and not files:
+        raise UsageError(
+            "--no-kernels belongs to --files",
+            fix="scripts/build.sh --no-kernels makes such a wheel; --wheel FILE",
+        )
+    if files and file:
         raise UsageError("--files and --wheel exclude each other", fix="give one of them")
     if line:
         pins.load_pin(ws, line)  # a line that does not exist is said before an environment that is missing
@@ -126,6 +131,7 @@ def layer_of(recipe: Recipe) -> inplace.Layer:
 def _lay(ws: Workspace, env: Environment, line: str, *, with_kernels: bool) -> dict[str, Any]:
     if env.vllm is None:
         raise UsageError(f"{env.python} has no vLLM to lay files over", fix=f"pip install vllm=={line}")
+    inplace.refuse_other(env.vllm, pins.load_pin(ws, line).version)  # before kernels are built for it
     recipe = gather.gather(ws, line, gather.this_platform(), with_kernels=with_kernels)
     layer = layer_of(recipe)
     new = inplace.install(env.vllm, layer)

@@ -51,6 +51,7 @@ def patched(site: Path, root: Path) -> Iterator[Path]:
     (site / "vllm-0.33.0+dsa.1.dist-info/METADATA").write_text(
         "Metadata-Version: 2.1\nName: vllm\nVersion: 0.33.0+dsa.1\n"
     )
+    (site / "vllm-0.33.0+dsa.1.dist-info/RECORD").write_text("")
     yield site
     shutil.rmtree(site / "vllm")
     shutil.rmtree(site / "vllm-0.33.0+dsa.1.dist-info")
@@ -91,6 +92,29 @@ def test_an_interrupted_install_is_a_fault(root: Path, patched: Path) -> None:
     text = doctor(root, "--python", python_of(patched), code=1)
     assert "! `series install` was interrupted while installing" in text
     assert "fix: series install --undo" in text
+
+
+@pytest.mark.parametrize("name", ["METADATA", "RECORD"])
+def test_an_interrupted_installer_is_a_fault(root: Path, patched: Path, name: str) -> None:
+    (patched / "vllm-0.33.0+dsa.1.dist-info" / name).unlink()
+    data = json.loads(doctor(root, "--python", python_of(patched), "--json", code=1))
+    assert (data["vllm"]["version"], data["line"]) == ("0.33.0+dsa.1", "0.33.0")
+    (row,) = data["advice"]
+    assert row["problem"].endswith(f"vllm-0.33.0+dsa.1.dist-info has no {name}")
+    assert row["fix"].startswith("pip install --force-reinstall --no-deps vllm==0.33.0")
+
+
+def test_torch_alone_is_named_where_it_is_what_is_missing(root: Path, patched: Path) -> None:
+    """As a wheel without its dependencies: vLLM imports torch, so vllm.dsa does not load either."""
+    (patched / "vllm/__init__.py").write_text("import torch\n")
+    data = json.loads(doctor(root, "--python", python_of(patched), "--json"))
+    assert [row["problem"] for row in data["advice"]] == [
+        "torch does not load: ModuleNotFoundError: No module named 'torch'"
+    ]
+
+
+def test_what_keeps_the_series_from_loading_is_named(root: Path, patched: Path) -> None:
+    assert judged(root, dsa={"error": "OSError: no libfoo"}) == ["vllm.dsa does not load: OSError: no libfoo"]
 
 
 def judged(root: Path, **changes: Any) -> list[str]:

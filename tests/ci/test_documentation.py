@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
 
@@ -118,6 +119,26 @@ def test_a_plot_is_drawn_from_the_rows_alone(tmp_path: Path, root: Path) -> None
     next(row for row in data["rows"] if re.fullmatch(plot.select, row["case"]))["ours"] *= 2
     (place / "one.json").write_text(json.dumps(data))
     assert plots.digest(plot, tmp_path) != before
+
+
+def test_results_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    plot = plots.PLOTS[0]
+    path = tmp_path / plots.RESULTS / plot.results
+    path.parent.mkdir(parents=True)
+    for text in ("", '{"rows": [', "[]", "{}"):
+        path.write_text(text)
+        with pytest.raises(SystemExit, match=f"{plot.results} cannot be read"):
+            plots.points(plot, tmp_path)
+
+
+def test_a_plot_without_matplotlib_says_where_it_is(root: Path, tmp_path: Path) -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None; sys.path.insert(0, 'bench'); import plots, pathlib; "
+        f"plots.draw(plots.PLOTS[0], pathlib.Path({str(tmp_path)!r}) / 'a.svg')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and "fix: scripts/bench.sh --plots" in done.stderr
+    assert "Traceback" not in done.stderr and not list(tmp_path.iterdir())
 
 
 def test_the_newest_row_of_a_case_counts(tmp_path: Path) -> None:

@@ -188,6 +188,23 @@ def test_results_of_other_cases_stay(tmp_path: Path) -> None:
     assert [(row["case"], row["state"]) for row in data["rows"]] == [("a tests", "ok"), ("b tests", "FAILED")]
 
 
+@pytest.mark.parametrize("text", ["", '{"rows": [', "[]", '{"rows": [{}]}', '{"rows": 3}'])
+def test_a_damaged_file_of_results_costs_no_new_row(
+    tmp_path: Path, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is set aside, not lost; a second one does not take its place."""
+    path = tmp_path / "gpu-suite/0.33.0-h200.json"
+    path.parent.mkdir()
+    for _ in range(2):
+        path.write_text(text)
+        assert suite.store([steps.Row("a tests", steps.OK)], H200, tmp_path) == path
+        assert [row["case"] for row in json.loads(path.read_text())["rows"]] == ["a tests"]
+        assert "cannot be read" in capsys.readouterr().err
+    there = sorted(one.name for one in path.parent.iterdir())
+    assert there == [path.name, f"{path.name}.broken", f"{path.name}.broken2"]
+    assert (path.parent / f"{path.name}.broken").read_text() == text
+
+
 def test_the_commit_of_a_result(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def git(*words: str) -> str:
         name = ["-c", "user.name=a", "-c", "user.email=a@example.invalid"]

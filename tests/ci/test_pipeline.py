@@ -166,7 +166,10 @@ def test_report_has_what_is_there(tmp_path: Path) -> None:
     }.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
+    (tmp_path / "gpu-results/gpu-suite").mkdir()
+    (tmp_path / "gpu-results/gpu-suite/killed.json").write_text('{"rows": [')
     text = report.markdown(tmp_path)
     assert "git apply build/refresh/0.33.0.patch" in text
     assert "### off\nequal\n" in text and "### off of job 1" in text and "### canary" in text
     assert "| fused_q tests | ok | 61 |  |" in text
+    assert "#### gpu-results/gpu-suite/killed.json cannot be read" in text

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
@@ -189,9 +191,45 @@ def test_damaged_backups_change_nothing(at: Installed, upstream: Upstream) -> No
     with pytest.raises(IntegrityError, match="damaged; nothing was changed"):
         inplace.take_off(at)
     assert content(at) == now
-    (at.dist_info / "series/journal.json").write_text("{")
-    with pytest.raises(IntegrityError, match="cannot be read"):
-        inplace.take_off(at)
+    for text in (
+        "{",
+        "[]",
+        '{"schema": 1}',
+        '{"schema": 1, "state": "installed", "files": {"a": {}}}',
+        "\x00",
+    ):
+        (at.dist_info / "series/journal.json").write_text(text)
+        with pytest.raises(IntegrityError, match="cannot be read") as caught:
+            inplace.take_off(at)
+        assert "pip install --force-reinstall --no-deps vllm==1.2.0" in caught.value.fix
+
+
+@pytest.mark.parametrize("name", ["METADATA", "RECORD"])
+def test_an_interrupted_installer_is_named(
+    at: Installed, upstream: Upstream, tmp_path: Path, name: str
+) -> None:
+    """Found and refused with what mends it; nothing is written."""
+    (at.dist_info / name).unlink()
+    (at.dist_info / "direct_url.json").write_text("{")
+    python = tmp_path / "env/bin/python"
+    venv.EnvBuilder(symlinks=True, with_pip=False).create(tmp_path / "env")
+    site = next((tmp_path / "env/lib").glob("python3*")) / "site-packages"
+    shutil.copytree(at.site, site, dirs_exist_ok=True)
+    found = environment.look(python).vllm
+    assert found is not None and (found.version, found.editable) == ("1.2.0", False)
+    before = content(found)
+    with pytest.raises(CheckFailed, match=rf"vllm-1\.2\.0\.dist-info has no {name}") as caught:
+        inplace.install(found, layer_of(upstream.recipe()))
+    assert "pip install --force-reinstall --no-deps vllm==1.2.0" in caught.value.fix
+    assert content(found) == before
+
+
+@pytest.mark.parametrize("row", [b"vllm/envs.py,sha256=x,many\n", b"vllm/\xff,sha256=x,1\n"])
+def test_a_damaged_record_is_refused(at: Installed, upstream: Upstream, row: bytes) -> None:
+    with (at.dist_info / "RECORD").open("ab") as file:
+        file.write(row)
+    with pytest.raises(CheckFailed, match="is not the wheel"):
+        inplace.install(at, layer_of(upstream.recipe()))
 
 
 def test_real_environment(upstream: Upstream, tmp_path: Path, root: Path) -> None:
@@ -234,6 +272,7 @@ def test_real_environment(upstream: Upstream, tmp_path: Path, root: Path) -> Non
         (["--python", sys.executable], "environment of this tool"),
         (["0.33.0", "--undo"], "--undo finds out itself"),
         (["--force"], "--force belongs to --undo"),
+        (["--no-kernels"], "--no-kernels belongs to --files"),
         (["0.99", "--python", "/nowhere/python"], "unknown line '0.99'"),
     ],
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 
 def markdown(build: Path) -> str:
@@ -21,20 +22,23 @@ def markdown(build: Path) -> str:
         )
     parts += [path.read_text(encoding="utf-8") for path in sorted(build.glob("baseline/reports/**/*.md"))]
     for path in sorted((build / "gpu-results").glob("**/gpu-suite/*.json")):
-        parts.append(_gpu(json.loads(path.read_text(encoding="utf-8"))))
+        try:
+            parts.append(_gpu(json.loads(path.read_text(encoding="utf-8"))))
+        except (ValueError, KeyError, TypeError) as error:  # of a job that was killed while it wrote
+            parts.append(
+                f"#### {path.relative_to(build)} cannot be read\n\n{type(error).__name__}: {error}\n"
+            )
     parts += [path.read_text(encoding="utf-8") for path in sorted((build / "canary").glob("*.md"))]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts) or "Nothing to report.\n"
 
 
-def _gpu(data: dict[str, object]) -> str:
-    rows = data["rows"]
-    assert isinstance(rows, list)
+def _gpu(data: dict[str, Any]) -> str:
     text = [
         f"#### GPU suite {data['line']}, {data['card']}",
         "",
         "| step | state | s | why |",
         "|---|---|---|---|",
     ]
-    for row in rows:
+    for row in data["rows"]:
         text.append(f"| {row['case']} | {row['state']} | {row['seconds']:.0f} | {row['reason']} |")
     return "\n".join(text) + "\n"

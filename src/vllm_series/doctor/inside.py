@@ -1,6 +1,6 @@
 """Runs on the Python that is asked, with what is installed there; prints one JSON object.
 
-Not imported by the tool. Each question is answered by itself: what cannot be answered is a reason in words.
+Each question is answered by itself: what cannot be answered is a reason in words.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import json
 import platform
 import subprocess
 from typing import Any
+
+UPSTREAM = "upstream's vLLM, without this series"
 
 
 def torch_of() -> dict[str, Any]:
@@ -52,7 +54,11 @@ def plugins() -> list[dict[str, str]]:
     """Installed packages that require vllm, with what they require."""
     rows = []
     for one in importlib.metadata.distributions():
-        for requirement in one.requires or []:
+        try:
+            wanted = one.requires or []
+        except Exception:  # an installer that was interrupted left no metadata
+            continue
+        for requirement in wanted:
             name = requirement.split(";")[0].strip()
             rest = name[4:].lstrip()
             if name.lower().startswith("vllm") and (not rest or rest[0] in "=<>!~("):
@@ -64,7 +70,7 @@ def dsa() -> dict[str, Any]:
     try:
         return dict(importlib.import_module("vllm.dsa").info())
     except ModuleNotFoundError as error:
-        return {"error": "upstream's vLLM, without this series" if error.name == "vllm.dsa" else str(error)}
+        return {"error": UPSTREAM if error.name == "vllm.dsa" else str(error)}
     except Exception as error:
         return {"error": f"{type(error).__name__}: {error}"}
 

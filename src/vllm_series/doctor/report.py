@@ -12,6 +12,7 @@ from typing import Any
 from packaging.requirements import InvalidRequirement, Requirement
 
 from vllm_series import pins
+from vllm_series.doctor import inside
 from vllm_series.doctor.reach import models
 from vllm_series.errors import SeriesError, UsageError
 from vllm_series.install import inplace
@@ -21,6 +22,7 @@ from vllm_series.workspace import Workspace
 
 _INSIDE = Path(__file__).with_name("inside.py")
 REACH = "docs/features.md"
+ANSWER = 600  # seconds; importing torch and vLLM takes minutes on a slow disk
 SERIES_CARDS = ("9.0", "10.0")
 
 
@@ -31,10 +33,16 @@ def ask(python: Path) -> dict[str, Any]:
         UsageError: it does not answer.
     """
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(
-            [str(python), "-c", _INSIDE.read_text(encoding="utf-8")],
-            cwd=folder, capture_output=True, text=True, timeout=600, env=dict(os.environ), check=False,
-        )  # fmt: skip
+        try:
+            done = subprocess.run(
+                [str(python), "-c", _INSIDE.read_text(encoding="utf-8")],
+                cwd=folder, capture_output=True, text=True, timeout=ANSWER, env=dict(os.environ), check=False,
+            )  # fmt: skip
+        except subprocess.TimeoutExpired:
+            raise UsageError(
+                f"{python} does not answer within {ANSWER} s (it imports torch and vLLM)",
+                fix=f"see where it hangs: {python} -X faulthandler -c 'import torch, vllm'",
+            ) from None
     answers = [line[7:] for line in done.stdout.splitlines() if line.startswith("RESULT ")]
     if not answers:
         raise UsageError(
@@ -80,6 +88,9 @@ def _vllm(env: Environment) -> dict[str, Any] | None:
             problem = f"changed since they were laid over: {', '.join(edited[:3])}" if edited else ""
     except SeriesError as error:
         problem = error.message
+    missing = [name for name in ("METADATA", "RECORD") if not (at.dist_info / name).is_file()]
+    if missing and at.dist_info.suffix == ".dist-info":
+        problem = f"an installer was interrupted: {at.dist_info.name} has no {' and no '.join(missing)}"
     return {
         "version": at.version,
         "upstream": at.upstream,
@@ -100,7 +111,8 @@ def judge(ws: Workspace, lines: dict[str, Pin], data: dict[str, Any]) -> dict[st
             name: {"state": row["state"], "reason": row["reason"]} for name, row in dsa["features"].items()
         }
     else:
-        why = dsa.get("error") or ("no vLLM is installed" if data["python"] else "no environment is named")
+        why = "no environment is named" if data["python"] is None else "no vLLM is installed"
+        why = dsa.get("error") or "vLLM does not load" if vllm else why
         states = {name: {"state": "unavailable", "reason": why} for name in names}
     line = pin.line if pin else None
     reach = {
@@ -127,6 +139,9 @@ def _advice(
         fix += "(or take one that has vLLM), then "
         return [(where, f"{fix}series doctor --python ITS/bin/python")]
     found = []
+    if vllm["problem"].startswith("an installer was interrupted"):
+        fix = f"pip install --force-reinstall --no-deps vllm=={vllm['upstream']}, then series install"
+        return [(vllm["problem"], fix)]
     if vllm["problem"]:
         found.append((vllm["problem"], "series install --undo, then series install again"))
     if pin is None:
@@ -135,8 +150,15 @@ def _advice(
             (f"this series has no line for vLLM {vllm['version']}, only for {have}", "series rebase")
         )
     elif not patched:
-        fix = f"series install {pin.line}"
-        found.append((f"{dsa.get('error')} is installed", fix))
+        if dsa.get("error") == inside.UPSTREAM:
+            found.append((f"{inside.UPSTREAM} is installed", f"series install {pin.line}"))
+        elif "error" not in torch:  # else that is why
+            found.append(
+                (
+                    f"vllm.dsa does not load: {dsa.get('error', 'no vllm package')}",
+                    f"series install {pin.line}",
+                )
+            )
     elif dsa.get("version") not in (pin.wheel_version, None):
         found.append(
             (

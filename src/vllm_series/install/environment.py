@@ -21,9 +21,16 @@ try:
 except importlib.metadata.PackageNotFoundError:
     found = None
 if found is not None:
-    direct = json.loads(found.read_text("direct_url.json") or "{}")
+    try:
+        direct = json.loads(found.read_text("direct_url.json") or "{}")
+    except ValueError:
+        direct = {}
+    try:
+        version = found.version
+    except Exception:
+        version = None
     said["vllm"] = {
-        "version": found.version,
+        "version": version or "",
         "site": str(pathlib.Path(str(found.locate_file(""))).resolve()),
         "dist_info": str(pathlib.Path(found._path).resolve()) if hasattr(found, "_path") else "",
         "editable": bool(direct.get("dir_info", {}).get("editable")),
@@ -34,7 +41,10 @@ print("RESULT " + json.dumps(said))
 
 @dataclass(frozen=True)
 class Installed:
-    """An installed vLLM: its version, site-packages, ``.dist-info`` folder, and whether it is editable."""
+    """An installed vLLM: its version, site-packages, ``.dist-info`` folder, and whether it is editable.
+
+    ``version`` is that of the folder's name where an installer that was interrupted left no METADATA.
+    """
 
     version: str
     site: Path
@@ -99,5 +109,7 @@ def look(python: Path) -> Environment:
     row = said.get("vllm")
     vllm = None
     if row:
-        vllm = Installed(row["version"], Path(row["site"]), Path(row["dist_info"]), row["editable"])
+        place = Path(row["dist_info"])
+        version = row["version"] or place.name.removesuffix(".dist-info").partition("-")[2]
+        vllm = Installed(version or "of an unknown version", Path(row["site"]), place, row["editable"])
     return Environment(python, said["python"], vllm)

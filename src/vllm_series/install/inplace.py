@@ -62,8 +62,10 @@ def journal(at: Installed) -> dict[str, Any] | None:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         if found["schema"] != SCHEMA:
             raise ValueError(f"schema {found['schema']}")
+        if not all({"before", "after"} <= set(row) for row in found["files"].values()) or not found["state"]:
+            raise ValueError("it names no hashes")
         return found
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise IntegrityError(
             f"{path} cannot be read: {error}",
             fix=_reinstall(at.upstream),
@@ -80,7 +82,7 @@ def install(at: Installed, layer: Layer) -> bool:
         CheckFailed: the installation is not as its RECORD says.
         WouldLoseWork: files of an earlier layer were changed by hand.
     """
-    _refuse_other(at, layer)
+    refuse_other(at, layer.upstream)
     found = journal(at)
     wanted = {path: _sha(data) for path, data in layer.files.items()}
     if found:
@@ -163,10 +165,13 @@ def check_clean(at: Installed, layer: Layer) -> None:
     Raises:
         CheckFailed: names the first files that differ.
     """
-    wrong = []
-    for name, digest, size in rows_of((at.dist_info / "RECORD").read_bytes()):
-        if digest and name.startswith("vllm/") and not _is(at.site / name, digest, int(size)):
+    record, wrong = at.dist_info / "RECORD", []
+    for name, digest, size in rows_of(record.read_bytes() if record.is_file() else b""):
+        if digest and name.startswith("vllm/") and not _is(at.site / name, digest, size):
             wrong.append(name)
+    missing = [name for name in ("METADATA", "RECORD") if not (at.dist_info / name).is_file()]
+    if missing:  # an installer was interrupted
+        wrong.insert(0, f"{at.dist_info.name} has no {' and no '.join(missing)}")
     for path_name, data in layer.files.items():
         now, base = _sha_of_file(at.site / path_name), layer.base.get(path_name)
         if now != base and path_name not in wrong:
@@ -179,10 +184,10 @@ def check_clean(at: Installed, layer: Layer) -> None:
         )
 
 
-def _is(path: Path, digest: str, size: int) -> bool:
-    if not path.is_file() or path.stat().st_size != size:
+def _is(path: Path, digest: str, size: str) -> bool:
+    if not path.is_file() or str(path.stat().st_size) != size:
         return False
-    return size > LARGE or record_hash(path.read_bytes()) == digest
+    return int(size) > LARGE or record_hash(path.read_bytes()) == digest
 
 
 def _reinstall(release: str) -> str:
@@ -191,7 +196,7 @@ def _reinstall(release: str) -> str:
 
 def rows_of(data: bytes) -> list[tuple[str, str, str]]:
     """Return RECORD's rows as (name, hash, size); installers add rows without hash."""
-    rows = csv.reader(io.StringIO(data.decode("utf-8")))
+    rows = csv.reader(io.StringIO(data.decode("utf-8", errors="replace")))
     return [(row[0], row[1], row[2]) for row in rows if len(row) == 3]
 
 
@@ -200,19 +205,25 @@ def record_hash(data: bytes) -> str:
     return "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
 
 
-def _refuse_other(at: Installed, layer: Layer) -> None:
+def refuse_other(at: Installed, upstream: str) -> None:
+    """Refuse anything but an upstream wheel of the release ``upstream``.
+
+    Raises:
+        UsageError: another release is installed, or a wheel of this project, or a source tree.
+    """
     if at.editable:
         raise UsageError(
             f"vLLM in {at.site} is a source tree (editable install)", fix="use series apply in a checkout"
         )
     if at.ours:
         raise UsageError(
-            f"vLLM {at.version} is a wheel of this series", fix="install the new wheel: series install LINE"
+            f"vLLM {at.version} is a wheel of this series",
+            fix="install the new wheel: series install LINE; or go back first: series install --undo",
         )
-    if at.version != layer.upstream:
+    if at.version != upstream:
         raise UsageError(
-            f"vLLM {at.version} is installed, the files are for {layer.upstream}",
-            fix=f"pip install vllm=={layer.upstream}, or name the line of your release; "
+            f"vLLM {at.version} is installed, the files are for {upstream}",
+            fix=f"pip install vllm=={upstream}, or name the line of your release; "
             "`series pin list` shows them",
         )
 
