@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times LiteDSA against upstream's two sparse MLA kernels on Hopper, paired in one process on one GPU.
 
-    litedsa_operator.py --line 0.33.0 [--set table|quick] [--dist iid|drift] [--kv bf16|fp8] [--out FILE]
+    litedsa_operator.py --line 0.33.0 [--set table|quick] [--dist iid|drift|core] [--kv bf16|fp8] [--out FILE]
 
 Needs an installed vLLM of that line with the series' kernels. One call is what a layer runs at prefill. For
 upstream: the conversion of positions to cache rows and the attention kernel (FLASH_ATTN_MLA_SPARSE:
@@ -9,9 +9,12 @@ FlashAttention 3 with one-row pages; FLASHMLA_SPARSE: flash_mla_sparse_fwd, or f
 decode kernel, as vLLM does for fewer than 32 heads). For LiteDSA: unions and attention.
 
 Selections are synthetic: a group of 64 / heads neighbours shares a pool of u * K keys, so that u is the size
-of its union over K. `iid` draws each group's pool anew from all keys, `drift` moves it by 64 keys per group.
+of its union over K. `iid` draws each group's pool anew from all keys, so that groups share nothing and the L2
+cache helps little; `drift` moves it by 64 keys per group; with `core` all queries share some keys, as many as
+give that u, and draw the others anew: groups share the core.
 
-Each figure is the median of `--runs` calls; all variants take turns. Before they are timed, each result is
+Each figure is the median of `--runs` calls; all variants take turns. The card is kept busy while a call is
+launched, so that a time is the card's alone. Before they are timed, each result is
 compared with LiteDSA's (outputs differ by at most 1e-2). Besides times there are rows for the
 rates of gathered bytes and of FLOPs; their `baseline` is the card's own measured rate (copy, BF16 product).
 """
@@ -47,6 +50,14 @@ def selection(tokens: int, group: int, ratio: float, dist: str, seed: int) -> to
     """Return int32 ``[tokens, K]`` on the GPU whose groups of ``group`` have unions of ``ratio * K`` keys."""
     g = torch.Generator("cuda").manual_seed(seed)
     groups, size = -(-tokens // group), round(ratio * K)
+    if dist == "core":  # c + group * (K - c) = size
+        core = (group * K - size) // (group - 1)
+        order = torch.randperm(KEYS, device="cuda", generator=g).to(torch.int32)
+        a = torch.randint(0, KEYS // 2, (groups, 1), device="cuda", generator=g)
+        b = torch.randint(0, KEYS // 4, (groups, 1), device="cuda", generator=g) * 2 + 1
+        drawn = (a + b * torch.arange(group * (K - core), device="cuda")) % (KEYS // 2) + core
+        own = order[drawn].reshape(groups * group, K - core)[:tokens]
+        return torch.cat([order[:core].expand(tokens, core), own], 1).contiguous()
     if dist == "drift":
         order = torch.randperm(KEYS, device="cuda", generator=g)
         at = torch.arange(groups, device="cuda")[:, None] * 64 + torch.arange(size, device="cuda")
@@ -168,7 +179,8 @@ class Case:
 
 
 def timed(call: Callable[[], Any]) -> float:
-    """Milliseconds of one call."""
+    """Milliseconds of one call on the card, without the time that its launch takes on the host."""
+    torch.cuda._sleep(2_000_000)  # about a millisecond, in which the host launches
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     call()
@@ -297,7 +309,7 @@ def main() -> None:
     )
     parser.add_argument("--line", required=True)
     parser.add_argument("--set", default="table", choices=("table", "quick"))
-    parser.add_argument("--dist", default="iid", choices=("iid", "drift"))
+    parser.add_argument("--dist", default="iid", choices=("iid", "drift", "core"))
     parser.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--limit", type=float, default=400.0, help="start no shape after so many seconds")

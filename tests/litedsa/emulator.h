@@ -28,6 +28,7 @@
 #define DSA_SM90A 1
 #define threadIdx (emulator::thread_index())
 #define blockIdx (emulator::block_index())
+#define gridDim (emulator::grid_size())
 
 struct uint4 {
   uint32_t x, y, z, w;
@@ -49,7 +50,7 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool done = false;
   const char* waiting = "";
-  std::vector<std::function<void()>> copies, products;
+  std::vector<std::vector<std::function<void()>>> copies, products;  // groups; the last one is open
 };
 
 struct Warp {
@@ -63,7 +64,7 @@ struct Machine {
   std::vector<Warp> warps;
   ucontext_t scheduler;
   int current = 0;
-  unsigned block = 0;
+  unsigned block = 0, blocks = 1;
   int64_t progress = 0;
   int synced = 0;
   unsigned sync_generation = 0;
@@ -89,6 +90,7 @@ inline uint8_t* shared() {
 
 inline Index thread_index() { return {static_cast<unsigned>(machine().current)}; }
 inline Index block_index() { return {machine().block}; }
+inline Index grid_size() { return {machine().blocks}; }
 inline Fiber& self() { return machine().fibers[machine().current]; }
 
 inline void yield(const char* why) {
@@ -144,6 +146,23 @@ inline void run(unsigned block, int threads, bool lazy, unsigned seed, std::func
         std::printf("  thread %d: %s\n", i, m.fibers[i].done ? "ended" : m.fibers[i].waiting);
       fail("deadlock");
     }
+  }
+}
+
+// Asynchronous work of a thread in groups: the last group takes what comes until it is committed.
+using Groups = std::vector<std::vector<std::function<void()>>>;
+inline void add(Groups& groups, std::function<void()> work) {
+  if (groups.empty()) groups.emplace_back();
+  groups.back().push_back(std::move(work));
+}
+inline void commit(Groups& groups) {
+  if (!groups.empty()) groups.emplace_back();
+}
+// Does all but the last `pending` committed groups; with 0, everything.
+inline void finish(Groups& groups, int pending) {
+  while (static_cast<int>(groups.size()) > (pending ? pending + 1 : 0)) {
+    for (auto& work : groups.front()) work();
+    groups.erase(groups.begin());
   }
 }
 
@@ -302,24 +321,35 @@ inline void barrier_wait(uint64_t* bar, uint32_t parity) {
   while ((barrier(bar).phase & 1) == parity) emulator::yield("mbarrier");
 }
 inline void fence_async_proxy() {}
+inline void named_sync(int id, int threads) {
+  static int arrived[16];
+  static unsigned generation[16];
+  const unsigned mine = generation[id];
+  ++emulator::machine().progress;
+  if (++arrived[id] == threads) {
+    arrived[id] = 0;
+    ++generation[id];
+  } else {
+    while (generation[id] == mine) emulator::yield("named barrier");
+  }
+}
+inline void prefetch(const void* p, int bytes) {
+  if (reinterpret_cast<uintptr_t>(p) % 16 || bytes % 16) emulator::fail("a prefetch is not aligned");
+}
+inline uint32_t opaque(uint32_t x) { return x; }
 
 inline void copy_async_16(void* target, const void* source, int bytes) {
   const auto copy = [=] {
     if (bytes) std::memcpy(target, source, 16);
     else std::memset(target, 0, 16);
   };
-  if (emulator::machine().lazy) emulator::self().copies.push_back(copy);
+  if (emulator::machine().lazy) emulator::add(emulator::self().copies, copy);
   else copy();
 }
-inline void copy_async_wait_all() {
-  for (auto& copy : emulator::self().copies) copy();
-  emulator::self().copies.clear();
-}
-inline uint4 load_16(const void* p) {
-  if (reinterpret_cast<uintptr_t>(p) % 16) emulator::fail("a 16-byte load is not aligned");
-  uint4 v;
-  std::memcpy(&v, p, 16);
-  return v;
+inline void copy_async_commit() { emulator::commit(emulator::self().copies); }
+template <int kPending>
+void copy_async_wait() {
+  emulator::finish(emulator::self().copies, kPending);
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline uint32_t round_bf16(float f) {
@@ -344,14 +374,14 @@ template <int>
 void registers_increase() {}
 
 inline void wgmma_fence() {}
-inline void wgmma_commit() {}
+inline void wgmma_commit() { emulator::commit(emulator::self().products); }
 template <int N>
 void wgmma_wait_all(float (&)[N]) {
-  for (auto& product : emulator::self().products) product();
-  emulator::self().products.clear();
+  emulator::finish(emulator::self().products, 0);
 }
+inline void wgmma_wait_but_one() { emulator::finish(emulator::self().products, 1); }
 inline void issue(std::function<void()> product) {
-  if (emulator::machine().lazy) emulator::self().products.push_back(std::move(product));
+  if (emulator::machine().lazy) emulator::add(emulator::self().products, std::move(product));
   else product();
 }
 inline void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, int accumulate) {

@@ -9,21 +9,31 @@
 namespace dsa {
 namespace ptx {
 
+// The same number; the compiler does not know that it is.
+__device__ __forceinline__ uint32_t opaque(uint32_t x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // 16 bytes from global to shared memory past L1; with bytes = 0 nothing is read and zeros are written.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, int bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global), "r"(bytes)
                : "memory");
 }
-// Waits for all copies that this thread started.
-__device__ __forceinline__ void copy_async_wait_all() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// The copies that this thread started since the last call are a group.
+__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits until at most the last `Pending` groups are on their way; with 0, for every copy that this thread started.
+template <int Pending>
+__device__ __forceinline__ void copy_async_wait() {
+  if constexpr (Pending == 0)
+    asm volatile("cp.async.wait_all;" ::: "memory");
+  else
+    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
 
-// 16 bytes of read-only data past L1.
-__device__ __forceinline__ uint4 load_16(const void* global) {
-  uint4 v;
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-               : "l"(global));
-  return v;
+// Brings `bytes` (a multiple of 16) from an address that is a multiple of 16 into L2.
+__device__ __forceinline__ void prefetch(const void* global, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -37,26 +47,6 @@ __device__ __forceinline__ uint32_t pack_bf16(float low, float high) {
   uint32_t packed;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
   return packed;
-}
-
-// Whether the phase of that parity has completed, as far as it is known now.
-__device__ __forceinline__ bool barrier_test(uint64_t* bar, uint32_t parity) {
-  uint32_t done;
-  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-               : "=r"(done)
-               : "r"(smem_address(bar)), "r"(parity)
-               : "memory");
-  return done != 0;
-}
-
-// Whether `value` holds in all `threads` threads that meet at named barrier `id`.
-__device__ __forceinline__ bool named_all(int id, int threads, bool value) {
-  uint32_t all;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbarrier.cta.red.and.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
-               : "=r"(all)
-               : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
-               : "memory");
-  return all != 0;
 }
 
 // Four e4m3 values, the one at the lowest address first.
@@ -90,6 +80,12 @@ __device__ __forceinline__ void registers_increase() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define DSA_D32(i) DSA_D8(i), DSA_D8(i + 8), DSA_D8(i + 16), DSA_D8(i + 24)
 
+// Waits for all wgmma groups but the last: what the others read may be overwritten. Their results count as unknown still.
+__device__ __forceinline__ void wgmma_wait_but_one() {
+#if DSA_SM90A
+  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+#endif
+}
 // Waits for all wgmma groups; d, which is complete then, is an operand so that no use of it moves up.
 __device__ __forceinline__ void wgmma_wait_all(float (&d)[32]) {
 #if DSA_SM90A

@@ -72,6 +72,24 @@ __device__ __forceinline__ int exclusive_sum(int value, int* partial, int* total
   return before + inclusive - value;
 }
 
+// Calls do_key(query, position) for each key of the group; a thread reads several before it looks at the first, so that they arrive together.
+template <typename Function>
+__device__ __forceinline__ void for_each_key(const UnionParams& p, int first, int queries, int limit, Function do_key) {
+  constexpr int kBatch = 4;
+  const int thread = threadIdx.x;
+  for (int query = 0; query < queries; ++query) {
+    const int32_t* keys = p.topk + (first + query) * p.topk_stride;
+    for (int base = thread; base < p.k; base += kUnionThreads * kBatch) {
+      int position[kBatch];
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b) position[b] = base + b * kUnionThreads < p.k ? __ldg(keys + base + b * kUnionThreads) : -1;
+#pragma unroll
+      for (int b = 0; b < kBatch; ++b)
+        if (position[b] >= 0 && position[b] < limit) do_key(query, position[b]);
+    }
+  }
+}
+
 // Writes slots, masks and count of group blockIdx.x. Positions outside of the span or of the table are no keys, as in upstream's
 // conversion. A query that selects a position twice makes the count -1: the group is refused.
 __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams p) {
@@ -98,12 +116,7 @@ __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams 
 
   const int64_t most = static_cast<int64_t>(p.table_blocks) * p.block_size;
   const int limit = most < p.span ? static_cast<int>(most) : p.span;
-  const int entries = queries * p.k;
-  for (int i = thread; i < entries; i += kUnionThreads) {
-    const int query = i / p.k;
-    const int position = p.topk[(first + query) * p.topk_stride + i % p.k];
-    if (position >= 0 && position < limit) atomicOr(&bitmap[position / 32], 1u << (position % 32));
-  }
+  for_each_key(p, first, queries, limit, [&](int, int position) { atomicOr(&bitmap[position / 32], 1u << (position % 32)); });
   __syncthreads();
 
   // Ranks of the quads, and the rows of the positions in order.
@@ -136,14 +149,11 @@ __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams 
   for (int i = count + thread; i < tiles * kKeys; i += kUnionThreads) slots[i] = -1;
   __syncthreads();
 
-  for (int i = thread; i < entries; i += kUnionThreads) {
-    const int query = i / p.k;
-    const int position = p.topk[(first + query) * p.topk_stride + i % p.k];
-    if (position < 0 || position >= limit) continue;
+  for_each_key(p, first, queries, limit, [&](int query, int position) {
     const int rank = rank_of(bitmap, ranks, position);
     const uint32_t bit = 1u << (rank % 32);
     if (atomicOr(&masks[(rank / 64 * p.group_size + query) * 2 + rank / 32 % 2], bit) & bit) twice = 1;
-  }
+  });
   __syncthreads();
 
   uint64_t* out = p.masks + group * (p.capacity / 64) * p.group_size;
