@@ -71,9 +71,13 @@ def refresh_command(ctx: click.Context, line: str, out: Path, as_json: bool) -> 
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(diff)
     name = path.relative_to(ws.root) if path.is_relative_to(ws.root) else path
-    fetch = f"buildkite-agent artifact download {name} . && " if os.environ.get("BUILDKITE") else ""
-    command = f"{fetch}git apply {name}"
-    text = f"the refreshed patches of {line}, to be taken as they are:\n  {command}"
+    command = f"git apply {name}"
+    text = f"the refreshed patches of {line}, to be taken as they are:\n  "
+    if os.environ.get("BUILDKITE"):
+        command = f"{report.download(str(name))} && {command}"
+        text += f"{command}\nor, in a checkout of this commit:\n  {report.again(line, str(name))}"
+    else:
+        text += command
     emit({"line": line, "file": str(path), "command": command}, as_json=as_json, text=text)
 
 

@@ -58,6 +58,48 @@ def test_plots_are_of_the_stored_results_and_shown(root: Path) -> None:
     assert [name for name in sorted(there) if f"(plots/{name}.svg)" not in text] == []
 
 
+MICROSECONDS = {"s": 1e6, "ms": 1e3, "us": 1.0}
+#: As README has them: `305 ms to 138 ms, 2.21 times (`litetopk/0.33.0-h200.json`)`.
+FIGURE = re.compile(r"(\d[\d.]*) (s|ms|us) to (\d[\d.]*) (s|ms|us), (\d[\d.]*) times \(`([\w./-]+\.json)`\)")
+
+
+def rounds_to(value: float, text: str) -> bool:
+    return abs(float(text) - value) <= 0.500001 * 10 ** -len(text.partition(".")[2])
+
+
+def rows_with(root: Path, figure: re.Match[str]) -> list[str]:
+    """The cases of the named file whose times and ratio round to the figure."""
+    before, unit, after, unit_after, ratio, name = figure.groups()
+    found = []
+    for row in json.loads((root / plots.RESULTS / name).read_text())["rows"]:
+        scale = MICROSECONDS.get(row.get("unit", ""))
+        if scale and rounds_to(row["ratio"], ratio):
+            times = (
+                row["baseline"] * scale / MICROSECONDS[unit],
+                row["ours"] * scale / MICROSECONDS[unit_after],
+            )
+            if rounds_to(times[0], before) and rounds_to(times[1], after):
+                found.append(row["case"])
+    return found
+
+
+def test_figures_of_the_readme_are_stored_rows(root: Path) -> None:
+    figures = list(FIGURE.finditer((root / "README.md").read_text()))
+    assert len(figures) >= 5, "the form of the figures has changed: change FIGURE too"
+    assert [one[0] for one in figures if not rows_with(root, one)] == [], "no stored row has these"
+    other = FIGURE.fullmatch(figures[0][0].replace(f" {figures[0][5]} times", " 99 times"))
+    assert other and not rows_with(root, other)
+
+
+def test_results_that_pages_name_are_stored(root: Path) -> None:
+    wrong = []
+    for page in [*pages(root), root / "README.md", root / "CHANGELOG.md", root / "CONTRIBUTING.md"]:
+        for name in re.findall(r"bench/results/([\w.-]+/[\w.-]+\.json)", page.read_text()):
+            if not (root / plots.RESULTS / name).is_file():
+                wrong.append(f"{page.name}: {name}")
+    assert wrong == []
+
+
 def ratio_row(case: str, metric: str, ratio: float) -> dict[str, object]:
     return {"case": case, "metric": metric, "unit": "us", "baseline": ratio, "ours": 1.0, "ratio": ratio}
 

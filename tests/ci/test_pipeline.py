@@ -149,7 +149,8 @@ def test_a_missing_wheel_is_named(root: Path, tmp_path: Path, script: str) -> No
     assert done.returncode == 2 and "ci/local.sh build-0.33.0" in done.stderr
 
 
-def test_report_has_what_is_there(tmp_path: Path) -> None:
+def test_report_has_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BUILDKITE_BUILD_ID", "0a-1")
     assert report.markdown(tmp_path) == "Nothing to report.\n"
     for name, text in {
         "refresh/0.33.0.patch": "diff",
@@ -169,7 +170,10 @@ def test_report_has_what_is_there(tmp_path: Path) -> None:
     (tmp_path / "gpu-results/gpu-suite").mkdir()
     (tmp_path / "gpu-results/gpu-suite/killed.json").write_text('{"rows": [')
     text = report.markdown(tmp_path)
-    assert "git apply build/refresh/0.33.0.patch" in text
+    assert (
+        "download build/refresh/0.33.0.patch . --build 0a-1 && git apply build/refresh/0.33.0.patch\n" in text
+    )
+    assert "    scripts/lib/run.sh series ci refresh 0.33.0 && git apply build/refresh/0.33.0.patch\n" in text
     assert "### off\nequal\n" in text and "### off of job 1" in text and "### canary" in text
     assert "| fused_q tests | ok | 61 |  |" in text
     assert "#### gpu-results/gpu-suite/killed.json cannot be read" in text

@@ -5,7 +5,14 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
 from core_lab import Project
+
+
+@pytest.fixture(autouse=True)
+def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """These tests run on Buildkite's agents as well, where the printed command is another."""
+    monkeypatch.delenv("BUILDKITE", raising=False)
 
 
 def take(project: Project) -> None:
@@ -73,3 +80,16 @@ def test_a_conflict_needs_a_person_and_changes_nothing(two: Project) -> None:
 def subject(path: Path) -> str:
     row = next(row for row in path.read_text().splitlines() if row.startswith("Subject: "))
     return row.removeprefix("Subject: ").removeprefix("[PATCH] ")
+
+
+def test_on_an_agent_the_command_fetches_the_artifact(two: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside of the job the command has to name the build; where there is no agent, another one helps."""
+    monkeypatch.setenv("BUILDKITE", "true")
+    monkeypatch.setenv("BUILDKITE_BUILD_ID", "0a-1")
+    first = two.patches / names(two)[0]
+    first.write_bytes(first.read_bytes().replace(b"Because the test says so.", b"Because of something else."))
+    said = two.series("ci", "refresh", two.line).out
+    name = f"build/refresh/{two.line}.patch"
+    fetch, apply = f"buildkite-agent artifact download {name} . --build 0a-1", f"git apply {name}"
+    assert f"  {fetch} && {apply}\n" in said
+    assert f"  scripts/lib/run.sh series ci refresh {two.line} && {apply}\n" in said

@@ -3,8 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
+
+
+def download(name: str) -> str:
+    """The command that fetches an artifact of this build; outside a job it names the build and needs a token."""
+    build = os.environ.get("BUILDKITE_BUILD_ID", "")
+    return f"buildkite-agent artifact download {name} ." + (f" --build {build}" if build else "")
+
+
+def again(line: str, name: str) -> str:
+    """The command that makes a refreshed patch where there is no agent, and applies it."""
+    return f"scripts/lib/run.sh series ci refresh {line} && git apply {name}"
 
 
 def markdown(build: Path) -> str:
@@ -18,7 +30,8 @@ def markdown(build: Path) -> str:
         name = f"build/refresh/{path.name}"
         parts.append(
             f"#### patches of {path.stem} need a refresh\n\n"
-            f"    buildkite-agent artifact download {name} . && git apply {name}\n"
+            f"    {download(name)} && git apply {name}\n\n"
+            f"or, in a checkout of this commit:\n\n    {again(path.stem, name)}\n"
         )
     parts += [path.read_text(encoding="utf-8") for path in sorted(build.glob("baseline/reports/**/*.md"))]
     for path in sorted((build / "gpu-results").glob("**/gpu-suite/*.json")):
