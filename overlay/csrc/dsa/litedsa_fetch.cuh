@@ -143,33 +143,35 @@ __device__ __forceinline__ void fetch(const AttendParams& p, uint8_t* tile, cons
 // A whole tile of fp8_ds_mla rows: 512 e4m3 values, four scales, 64 bf16. The values wait where blocks 4 to 7 of their row will be, the
 // scales where its first piece will be, so that all rows are on their way at once; only this warp touches these rows.
 __device__ __forceinline__ void fetch_fp8(const AttendParams& p, uint8_t* tile, const Fetcher& f, int thread) {
+  // Opaque: else addresses are kept in registers from tile to tile.
+  const int row0 = ptx::opaque(f.row0), piece = ptx::opaque(f.piece);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = f.row0 + 16 * i, slot = f.slot(i, thread);
+    const int row = row0 + 16 * i, slot = f.slot(i, thread);
     const uint8_t* source = p.kv + (slot < 0 ? 0 : slot) * p.kv_row;
     const int bytes = slot < 0 ? 0 : 16;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      ptx::copy_async_16(tile + matrix_offset(row, 4 + j, f.piece), source + j * 128 + f.piece * 16, bytes);
-    ptx::copy_async_16(tile + matrix_offset(row, 8, f.piece), source + 528 + f.piece * 16, bytes);
-    if (f.piece == 0) ptx::copy_async_16(tile + matrix_offset(row, 0, 0), source + 512, bytes);
+      ptx::copy_async_16(tile + matrix_offset(row, 4 + j, piece), source + j * 128 + piece * 16, bytes);
+    ptx::copy_async_16(tile + matrix_offset(row, 8, piece), source + 528 + piece * 16, bytes);
+    if (piece == 0) ptx::copy_async_16(tile + matrix_offset(row, 0, 0), source + 512, bytes);
     ptx::copy_async_commit();
   }
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
     wait_but<4>(3 - i);
     __syncwarp();
-    const int row = f.row0 + 16 * i;
+    const int row = row0 + 16 * i;
     uint4 v[4];  // v[j]: the values of the dimensions 128 j + 16 piece on
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const uint4*>(tile + matrix_offset(row, 4 + j, f.piece));
+    for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const uint4*>(tile + matrix_offset(row, 4 + j, piece));
     const uint4 scale_bits = *reinterpret_cast<const uint4*>(tile + matrix_offset(row, 0, 0));
     const float scales[4] = {__uint_as_float(scale_bits.x), __uint_as_float(scale_bits.y), __uint_as_float(scale_bits.z),
                              __uint_as_float(scale_bits.w)};
     __syncwarp();  // all have read their row before any overwrites it
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int block = 2 * j + f.piece / 4, at = f.piece % 4 * 2;
+      const int block = 2 * j + piece / 4, at = piece % 4 * 2;
       *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at)) = dequantize(v[j].x, v[j].y, scales[j]);
       *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + 1)) = dequantize(v[j].z, v[j].w, scales[j]);
     }
