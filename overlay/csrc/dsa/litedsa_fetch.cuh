@@ -172,8 +172,10 @@ __device__ __forceinline__ void fetch_fp8(const AttendParams& p, uint8_t* tile, 
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const int block = 2 * j + piece / 4, at = piece % 4 * 2;
-      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at)) = dequantize(v[j].x, v[j].y, scales[j]);
-      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + 1)) = dequantize(v[j].z, v[j].w, scales[j]);
+      const uint4 even = dequantize(v[j].x, v[j].y, scales[j]), odd = dequantize(v[j].z, v[j].w, scales[j]);
+      const bool swap = piece >= 4;  // the lanes that write to the odd block begin with the other piece: other banks
+      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + swap)) = swap ? odd : even;
+      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + !swap)) = swap ? even : odd;
     }
   }
 }
