@@ -9,7 +9,7 @@ from typing import Any
 
 
 def download(name: str) -> str:
-    """The command that fetches an artifact of this build; outside a job it names the build and needs a token."""
+    """The command that fetches an artifact of this build; outside of a job it needs a token."""
     build = os.environ.get("BUILDKITE_BUILD_ID", "")
     return f"buildkite-agent artifact download {name} ." + (f" --build {build}" if build else "")
 
