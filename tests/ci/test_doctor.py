@@ -73,6 +73,12 @@ def test_an_environment_without_vllm(root: Path, site: Path) -> None:
     assert [row["problem"] for row in data["advice"]] == ["no vLLM is installed here"]
 
 
+def test_a_relative_path_to_python(root: Path, patched: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(patched.parents[2])
+    data = json.loads(doctor(root, "--python", "bin/python", "--json"))
+    assert data["python"]["path"] == python_of(patched) and data["line"] == "0.33.0"
+
+
 def test_a_patched_vllm_without_torch(root: Path, patched: Path) -> None:
     data = json.loads(doctor(root, "--python", python_of(patched), "--json"))
     assert data["vllm"]["kind"] == "wheel of this series" and data["line"] == "0.33.0"

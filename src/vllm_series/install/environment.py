@@ -75,7 +75,7 @@ class Environment:
 
 
 def default_python(given: Path | None) -> Path:
-    """Return the Python that is meant: the given one, else that of the active environment.
+    """Return the absolute path of the Python that is meant: the given one, else that of the active environment.
 
     Raises:
         UsageError: none is given or active, or it is the tool's own.
@@ -89,7 +89,9 @@ def default_python(given: Path | None) -> Path:
         raise UsageError(f"{python} is no Python", fix=fix)
     if python.absolute().parent == Path(sys.executable).absolute().parent:
         raise UsageError(f"{python} is the environment of this tool, which has no vLLM", fix=fix)
-    return python
+    return (
+        python.absolute()
+    )  # it is run in other folders; a link to it must stay one, or its environment is lost
 
 
 def look(python: Path) -> Environment:
