@@ -75,7 +75,7 @@ class Environment:
 
 
 def default_python(given: Path | None) -> Path:
-    """Return the absolute path of the Python that is meant: the given one, else that of the active environment.
+    """Return the absolute path of the given Python, else of that of the active environment.
 
     Raises:
         UsageError: none is given or active, or it is the tool's own.
