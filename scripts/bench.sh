@@ -28,5 +28,12 @@ for one in "$@"; do
     args+=("$one")
 done
 [ -z "$plots" ] || args+=(--out bench/results)
-"${PYTHON:-python3}" ci/gpu/suite.py --benches-only "${args[@]}"
-[ -z "$plots" ] || scripts/lib/run.sh python bench/plots.py
+code=0
+"${PYTHON:-python3}" ci/gpu/suite.py --benches-only "${args[@]}" || code=$?
+[ "$code" -le 1 ] || exit "$code" # 1: a row failed, the others have results
+if [ -n "$plots" ] && ! scripts/lib/run.sh python bench/plots.py; then
+    echo "error: the results are stored in bench/results, but there are no plots of them" >&2
+    echo "  fix: scripts/bench.sh --plots, here or in any checkout with these results" >&2
+    code=1
+fi
+exit "$code"

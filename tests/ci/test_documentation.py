@@ -163,6 +163,25 @@ def test_a_plot_is_drawn_from_the_rows_alone(tmp_path: Path, root: Path) -> None
     assert plots.digest(plot, tmp_path) != before
 
 
+def test_the_command_that_makes_the_plots(root: Path) -> None:
+    done = subprocess.run(
+        ["bash", "scripts/bench.sh", "--plots", "--check"],
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "all plots are of the stored results\n"), done.stderr
+
+
+def test_benchmarks_that_cannot_run_say_so_and_draw_nothing(root: Path) -> None:
+    env = {"PATH": "/usr/bin:/bin", "PYTHON": sys.executable}
+    command = ["bash", "scripts/bench.sh", "--select", "nothing"]
+    done = subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    assert "there is no nothing in the GPU suite" in done.stderr
+
+
 def test_results_that_cannot_be_read_are_named(tmp_path: Path) -> None:
     plot = plots.PLOTS[0]
     path = tmp_path / plots.RESULTS / plot.results
