@@ -130,7 +130,7 @@ def main(argv: list[str] | None = None) -> int:
             continue
         rows.append(run_step(step, machine, out, ROOT / "build/gpu-logs" / f"{step.suite}-{step.name}.log"))
         path = store(rows, machine, out)
-    print("\n" + table(rows) if rows else "nothing to run: no row fits what was asked for")
+    print("\n" + table(rows))
     if any(row.state != LEFT_OUT for row in rows):
         print(f"results: {path}")
     return int(any(row.state == FAILED for row in rows))
@@ -142,7 +142,7 @@ def choose(
     """Return the steps that ``--select`` names (all without it).
 
     Raises:
-        SuiteError: a name is unknown.
+        SuiteError: a name is unknown, or nothing is left to run.
     """
     every = [step for _, steps in suites.values() for step in steps]
     names = {step.suite for step in every} | {f"{step.suite}:{step.name}" for step in every}
@@ -150,7 +150,10 @@ def choose(
         if name not in names:
             raise SuiteError(f"there is no {name} in the GPU suite\n  fix: scripts/test.sh --gpu --list")
     chosen = [s for s in every if not select or s.suite in select or f"{s.suite}:{s.name}" in select]
-    return [step for step in chosen if (step.tests or not tests_only) and step.gpus >= min_gpus]
+    chosen = [step for step in chosen if (step.tests or not tests_only) and step.gpus >= min_gpus]
+    if not chosen:
+        raise SuiteError("no row fits all that was asked for\n  fix: scripts/test.sh --gpu --list")
+    return chosen
 
 
 if __name__ == "__main__":

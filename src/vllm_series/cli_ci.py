@@ -33,7 +33,8 @@ def register(group: click.Group) -> None:
 @click.pass_context
 def pipeline_command(ctx: click.Context, gpu_queues: str | None) -> None:
     """Print Buildkite's pipeline as YAML."""
-    tags = None if gpu_queues is None else [tag for tag in gpu_queues.split(",") if tag and tag != "none"]
+    words = [] if gpu_queues is None else [word.strip() for word in gpu_queues.split(",")]
+    tags = None if gpu_queues is None else [tag for tag in words if tag and tag != "none"]
     print(pipeline.render(steps.steps(workspace(ctx), tags)), end="")
 
 

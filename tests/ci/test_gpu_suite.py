@@ -232,6 +232,9 @@ def test_selection() -> None:
     assert all(step.tests for step in suite.choose(suites, [], tests_only=True))
     with pytest.raises(catalog.SuiteError, match="no nothing in the GPU suite"):
         suite.choose(suites, ["nothing"], tests_only=False)
+    for names, tests_only, cards in (([], False, 9), (["startup"], False, 2), (["fused_q:table"], True, 1)):
+        with pytest.raises(catalog.SuiteError, match="no row fits"):
+            suite.choose(suites, names, tests_only, cards)
 
 
 def test_without_torch_or_card_it_says_what_to_do(root: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from vllm_series import cli
 from vllm_series.ci import pipeline, report, steps
 from vllm_series.ci.shard import shard
 from vllm_series.errors import CheckFailed, UsageError
@@ -101,6 +102,26 @@ def test_queues_without_agents_are_left_out(ws: Workspace) -> None:
     assert {one.queue for one in steps.steps(ws, ["blackwell"])} == {steps.CPU_QUEUE, "blackwell"}
     with pytest.raises(UsageError, match="no GPU queue is named mars"):
         steps.steps(ws, ["mars"])
+
+
+@pytest.mark.parametrize(
+    ("given", "tags"),
+    [
+        ("none", set()),
+        ("", set()),
+        (" hopper , blackwell,", {"hopper", "blackwell"}),
+        ("hopper-x2", {"hopper-x2"}),
+    ],
+)
+def test_the_variable_that_names_the_queues(
+    root: Path, capsys: pytest.CaptureFixture[str], given: str, tags: set[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--root", str(root), "ci", "pipeline", "--gpu-queues", given])
+    assert end.value.code == 0
+    data = yaml.safe_load(capsys.readouterr().out)
+    queues = {row["agents"]["queue"] for group in data["steps"] for row in group["steps"]}
+    assert queues == tags | {"default"}
 
 
 def test_ci_run_is_built_from_steps(ws: Workspace, root: Path) -> None:
