@@ -251,12 +251,10 @@ int main(int argc, char** argv) {
   p.lse = lse.data();
   p.lse_token = heads;
   p.scale = 1.0f / std::sqrt(192.0f);
-  p.groups = u.groups;
   p.capacity = u.capacity;
   p.head_shift = heads == 8 ? 3 : heads == 16 ? 4 : 5;
-  emulator::machine().blocks = 1 + seed % 2;  // CTAs, which take the groups in turn
-  for (unsigned b = 0; b < emulator::machine().blocks; ++b)
-    emulator::run(b, kAttendThreads, c.lazy, seed + 100 + b, [&] {
+  for (int g = 0; g < u.groups; ++g)
+    emulator::run(g, kAttendThreads, c.lazy, seed + 100 + g, [&] {
       if (c.fp8) attend_kernel<9, true>(p);
       else if (c.ranged) attend_kernel<8, false>(p);
       else attend_kernel<9, false>(p);

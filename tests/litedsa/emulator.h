@@ -28,7 +28,6 @@
 #define DSA_SM90A 1
 #define threadIdx (emulator::thread_index())
 #define blockIdx (emulator::block_index())
-#define gridDim (emulator::grid_size())
 
 struct uint4 {
   uint32_t x, y, z, w;
@@ -64,7 +63,7 @@ struct Machine {
   std::vector<Warp> warps;
   ucontext_t scheduler;
   int current = 0;
-  unsigned block = 0, blocks = 1;
+  unsigned block = 0;
   int64_t progress = 0;
   int synced = 0;
   unsigned sync_generation = 0;
@@ -90,7 +89,6 @@ inline uint8_t* shared() {
 
 inline Index thread_index() { return {static_cast<unsigned>(machine().current)}; }
 inline Index block_index() { return {machine().block}; }
-inline Index grid_size() { return {machine().blocks}; }
 inline Fiber& self() { return machine().fibers[machine().current]; }
 
 inline void yield(const char* why) {
@@ -321,21 +319,6 @@ inline void barrier_wait(uint64_t* bar, uint32_t parity) {
   while ((barrier(bar).phase & 1) == parity) emulator::yield("mbarrier");
 }
 inline void fence_async_proxy() {}
-inline void named_sync(int id, int threads) {
-  static int arrived[16];
-  static unsigned generation[16];
-  const unsigned mine = generation[id];
-  ++emulator::machine().progress;
-  if (++arrived[id] == threads) {
-    arrived[id] = 0;
-    ++generation[id];
-  } else {
-    while (generation[id] == mine) emulator::yield("named barrier");
-  }
-}
-inline void prefetch(const void* p, int bytes) {
-  if (reinterpret_cast<uintptr_t>(p) % 16 || bytes % 16) emulator::fail("a prefetch is not aligned");
-}
 inline uint32_t opaque(uint32_t x) { return x; }
 
 inline void copy_async_16(void* target, const void* source, int bytes) {

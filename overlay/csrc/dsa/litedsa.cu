@@ -14,8 +14,8 @@
 //
 // The attention CTA has four warpgroups: two streams, each of which fetches every other tile of 64 rows into its own shared memory,
 // multiplies queries and keys and makes weights, and two that each add weights times values for 256 of the 512 columns (64 x 512 sums do
-// not fit into one warpgroup's registers). While one stream waits for its rows, the other's tile is multiplied. There is one CTA per
-// multiprocessor, which takes group after group, so that the next begins while one ends. docs/litedsa.md has the picture.
+// not fit into one warpgroup's registers). While one stream waits for its rows, the other's tile is multiplied. docs/litedsa.md has the
+// picture.
 #include "common.cuh"
 #define DSA_SHARED __shared__
 #define DSA_GRID_CONSTANT __grid_constant__
@@ -33,16 +33,12 @@ inline int head_shift(int32_t heads) { return heads == 8 ? 3 : heads == 16 ? 4
 inline bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 template <int kBlocks, bool kFp8>
-int launch(const AttendParams& p, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(AttendShared<kBlocks>) + 1024;
-  int device = 0, processors = 0;
-  cudaError_t status = cudaGetDevice(&device);
-  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  if (status == cudaSuccess)
-    status = cudaFuncSetAttribute(attend_kernel<kBlocks, kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+int launch(const AttendParams& p, int64_t groups, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(AttendShared<kBlocks, kFp8>) + 1024;
+  const cudaError_t status =
+      cudaFuncSetAttribute(attend_kernel<kBlocks, kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return static_cast<int>(status);
-  const int ctas = p.groups < processors ? p.groups : processors;
-  attend_kernel<kBlocks, kFp8><<<static_cast<unsigned>(ctas), kAttendThreads, kBytes, stream>>>(p);
+  attend_kernel<kBlocks, kFp8><<<static_cast<unsigned>(groups), kAttendThreads, kBytes, stream>>>(p);
   return launch_status();
 }
 
@@ -142,10 +138,9 @@ DSA_EXPORT int dsa_litedsa_attend(const void* q_nope, int64_t nope_token, int64_
   p.lse = lse;
   p.lse_token = lse_token;
   p.scale = scale;
-  p.groups = static_cast<int>(groups);
   p.capacity = capacity;
   p.head_shift = shift;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (kv_format == 1) return launch<9, true>(p, s);
-  return q_rope ? launch<9, false>(p, s) : launch<8, false>(p, s);
+  if (kv_format == 1) return launch<9, true>(p, groups, s);
+  return q_rope ? launch<9, false>(p, groups, s) : launch<8, false>(p, groups, s);
 }

@@ -1,4 +1,4 @@
-// The attention of one group over its union (litedsa.cu explains it): four warpgroups with one role each.
+// The attention of one group over its union (litedsa.cu explains it): one CTA, four warpgroups with one role each.
 #pragma once
 
 #include "litedsa_fetch.cuh"
@@ -12,7 +12,7 @@ constexpr int kStreamRegisters = 96, kValueRegisters = 160;
 constexpr float kLog2E = 1.4426950408889634f;
 
 // Which of a tile's 64 entries the query in `row` of the tile takes.
-__device__ __forceinline__ uint64_t mask_word(const AttendParams& p, int group, int first, int queries, int tile, int row) {
+__device__ __forceinline__ uint64_t mask_word(const AttendParams& p, int64_t group, int first, int queries, int tile, int row) {
   const int query = row >> p.head_shift;
   if (query >= queries) return 0;
   if (p.ranges) {
@@ -21,7 +21,7 @@ __device__ __forceinline__ uint64_t mask_word(const AttendParams& p, int group, 
     return bits_between(0, __ldg(r) - base) | bits_between(__ldg(r + 1) - base, __ldg(r + 2) - base);
   }
   const int group_size = kRows >> p.head_shift;
-  return __ldg(p.masks + (static_cast<int64_t>(group) * (p.capacity / kKeys) + tile) * group_size + query);
+  return __ldg(p.masks + (group * (p.capacity / kKeys) + tile) * group_size + query);
 }
 
 // What a sum of weights relative to the raw score `from` is multiplied with when `to`, at least as large, takes its place. Exactly 1 while
@@ -33,48 +33,40 @@ __device__ __forceinline__ float decay_of(float from, float to, float shift, flo
 // A row without a key so far has shift 0: every weight is exp2(-inf - 0) = 0.
 __device__ __forceinline__ float shift_of(float top, float factor) { return top == -INFINITY ? 0.0f : top * factor; }
 
-// All threads of a stream meet.
-__device__ __forceinline__ void meet(int which) { ptx::named_sync(1 + which, kStreamThreads); }
-
-// Every other tile of a group: fetches it, scores it, masks, and makes weights. The two streams hand the largest scores to each other; the
-// one with the first tile fetches the queries. Ends with the weights' sums and the log-sum-exp.
+// Every other tile: fetches it, scores it, masks, and makes weights. The two streams hand the largest scores to each other. Ends with the
+// weights' sums and the log-sum-exp.
 template <int kBlocks, bool kFp8>
-__device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBlocks>& s, int which, const Work& w, int thread) {
-  const int lane = thread % 32, warp = thread / 32, tiles = w.tiles;
+__device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBlocks, kFp8>& s, int which, int64_t group, int first, int queries,
+                                       int tiles, int thread) {
+  constexpr int kParts = parts_of(kFp8);
+  const int lane = thread % 32, warp = thread / 32;
   const int rows[2] = {warp * 16 + lane / 4, warp * 16 + lane / 4 + 8};  // all lanes of a warp have the same two queries
   const float factor = p.scale * kLog2E;
-  const int32_t* slots = p.slots + static_cast<int64_t>(w.group) * p.capacity;
+  const int32_t* slots = p.slots + group * p.capacity;
   uint8_t* tile_rows = s.kv[which];
   float mine[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f};  // this stream's last top; sum of the weights in this thread's columns
   Fetcher fetcher(thread);
 
-  const int start = (w.before ^ which) & 1;  // this stream's first tile
-  if (start < tiles) fetcher.look_up(slots, start, thread);
-  if (start == 0) {
-    ptx::barrier_wait(&s.answered, (w.turn & 1) ^ 1);
-    load_queries<kBlocks>(p, s.q, w, thread);
-  }
-  if (start >= tiles && lane == 0) ptx::barrier_arrive(&s.answered);
-  for (int tile = start; tile < tiles; tile += 2) {
-    const uint32_t phase = (w.before + tile) / 2 & 1;
+  if (which < tiles) fetcher.look_up(slots, which, thread);
+  for (int tile = which; tile < tiles; tile += 2) {
+    const uint32_t phase = tile / 2 & 1;
     if constexpr (kFp8) {
-#pragma unroll
-      for (int part = 0; part < kReturns; ++part) ptx::barrier_wait(&s.empty[which][part], phase ^ 1);
+      ptx::barrier_wait(&s.empty[which][0], phase ^ 1);
       fetch_fp8(p, tile_rows, fetcher, thread);
     } else {
 #pragma unroll
-      for (int part = 0; part < kFills; ++part) {
-        if (part * kReturns % kFills == 0) ptx::barrier_wait(&s.empty[which][part * kReturns / kFills], phase ^ 1);
+      for (int part = 0; part < kParts; ++part) {
+        ptx::barrier_wait(&s.empty[which][part], phase ^ 1);
         fetch<kBlocks>(p, tile_rows, fetcher, part, thread);
         ptx::copy_async_commit();
       }
     }
     uint64_t words[2];
 #pragma unroll
-    for (int r = 0; r < 2; ++r) words[r] = mask_word(p, w.group, w.first, w.queries, tile, rows[r]);
-    fetcher.mine = -1;
+    for (int r = 0; r < 2; ++r) words[r] = mask_word(p, group, first, queries, tile, rows[r]);
     if (tile + 2 < tiles) fetcher.look_up(slots, tile + 2, thread);
 
+    if (tile == which) ptx::barrier_wait(&s.asked, 0);
     // Opaque: else all 72 descriptors are computed once and kept in registers.
     const uint64_t q_desc = k_major(ptx::opaque(ptx::smem_address(s.q)));
     const uint64_t k_desc = k_major(ptx::opaque(ptx::smem_address(s.kv[which])));
@@ -82,16 +74,18 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
 #pragma unroll
     for (int i = 0; i < 32; ++i) d[i] = 0.0f;
 #pragma unroll
-    for (int part = 0; part < (kFp8 ? 1 : kFills); ++part) {
-      wait_but<kFills>(kFp8 ? 0 : kFills - 1 - part);
-      ptx::fence_async_proxy();  // before the barrier: wgmma reads what this thread wrote
-      if (part == 0 && tile == 0) ptx::barrier_arrive(&s.asked);
-      meet(which);
-      if (part == 0 && tile == start) ptx::barrier_wait(&s.asked, w.turn & 1);
+    for (int part = 0; part < kParts; ++part) {
+      if (part + 1 < kParts)
+        ptx::copy_async_wait<1>();
+      else
+        ptx::copy_async_wait<0>();
+      ptx::fence_async_proxy();  // before the arrival: wgmma reads what this thread wrote
+      ptx::barrier_arrive(&s.filled[which][part]);
+      ptx::barrier_wait(&s.filled[which][part], phase);
       ptx::wgmma_fence();
 #pragma unroll
       for (int b = 0; b < kBlocks; ++b)
-        if (kFp8 || fill_of(b) == part) {
+        if (in_part(kParts, part, b)) {
 #pragma unroll
           for (int e = 0; e < 4; ++e)
             ptx::wgmma_m64n64k16_bf16(d, q_desc + b * kNextBlock + e * kNextElements, k_desc + b * kNextBlock + e * kNextElements,
@@ -99,13 +93,7 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
         }
       ptx::wgmma_commit();
     }
-    if (lane < 16 && fetcher.mine >= 0)
-      ptx::prefetch(p.kv + fetcher.mine * p.kv_row, kFp8 ? 656 : kBlocks * 128);
     ptx::wgmma_wait_all(d);
-    if (tile + 2 >= tiles) {
-      __syncwarp();
-      if (lane == 0) ptx::barrier_arrive(&s.answered);
-    }
 
     float best[2];
 #pragma unroll
@@ -127,7 +115,7 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
     }
     float before[2] = {-INFINITY, -INFINITY}, decay[2];
     if (tile > 0) {
-      ptx::barrier_wait(&s.top_known[which ^ 1], (w.before + tile - 1) / 2 & 1);
+      ptx::barrier_wait(&s.top_known[which ^ 1], (tile - 1) / 2 & 1);
 #pragma unroll
       for (int r = 0; r < 2; ++r) before[r] = s.top[which ^ 1][rows[r]];
     }
@@ -136,7 +124,7 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
       best[r] = fmaxf(before[r], best[r]);
       if (lane % 4 == 0) s.top[which][rows[r]] = best[r];
     }
-    if (lane % 4 == 0) ptx::barrier_arrive(&s.top_known[which]);
+    ptx::barrier_arrive(&s.top_known[which]);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       const float shift = shift_of(best[r], factor);
@@ -153,7 +141,7 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
       sum[r] = __fmaf_rn(sum[r], decay_of(mine[r], best[r], shift, factor), added);
       mine[r] = best[r];
     }
-    meet(which);  // the whole stream has scored: nothing reads the rope part any more
+    ptx::barrier_wait(&s.top_known[which], phase);  // the whole stream has scored: nothing reads the rope part any more
     uint8_t* weights = s.kv[which] + kWeightsBlock * kBlockBytes + ptx::opaque(lane % 4 * 4);
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -168,10 +156,10 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
   }
 
   // The stream without the last tile tells the other its sums, relative to the last top.
-  const int last = (w.before + tiles - 1) & 1;
+  const int last = tiles > 0 ? (tiles - 1) % 2 : 0;
   float total[2], top[2] = {mine[0], mine[1]};
-  if (which != last) {
-    ptx::barrier_wait(&s.top_known[last], (w.before + tiles - 1) / 2 & 1);
+  if (which != last && tiles > 0) {
+    ptx::barrier_wait(&s.top_known[last], (tiles - 1) / 2 & 1);
 #pragma unroll
     for (int r = 0; r < 2; ++r) top[r] = s.top[last][rows[r]];
   }
@@ -189,8 +177,7 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
     ptx::barrier_arrive(&s.summed);
     return;
   }
-  ptx::barrier_wait(&s.summed, w.turn & 1);
-  ptx::barrier_wait(&s.taken, (w.turn & 1) ^ 1);
+  ptx::barrier_wait(&s.summed, 0);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int query = rows[r] >> p.head_shift, head = rows[r] & ((1 << p.head_shift) - 1);
@@ -200,35 +187,32 @@ __device__ __forceinline__ void stream(const AttendParams& p, AttendShared<kBloc
     if (p.sinks && seen) all += ptx::exp2_approx(__fmaf_rn(__ldg(p.sinks + head), kLog2E, -top[r] * factor));
     if (lane % 4 == 0) {
       s.inverse[rows[r]] = seen ? 1.0f / all : 0.0f;
-      if (p.lse && query < w.queries)
-        p.lse[(static_cast<int64_t>(w.first) + query) * p.lse_token + head] = seen ? __fmaf_rn(top[r], p.scale, logf(weight)) : -INFINITY;
+      if (p.lse && query < queries)
+        p.lse[(static_cast<int64_t>(first) + query) * p.lse_token + head] = seen ? __fmaf_rn(top[r], p.scale, logf(weight)) : -INFINITY;
     }
   }
   ptx::barrier_arrive(&s.done);
 }
 
 // Half of the 512 value columns: adds weights times values of all tiles, then writes the output.
-template <int kBlocks>
-__device__ __forceinline__ void add_values(const AttendParams& p, AttendShared<kBlocks>& s, int half, const Work& w, int thread) {
+template <int kBlocks, bool kFp8>
+__device__ __forceinline__ void add_values(const AttendParams& p, AttendShared<kBlocks, kFp8>& s, int half, int first, int queries, int tiles,
+                                           int thread) {
+  constexpr int kParts = parts_of(kFp8);
   const int lane = thread % 32, warp = thread / 32;
   const int rows[2] = {warp * 16 + lane / 4, warp * 16 + lane / 4 + 8};
   float d[128];
 #pragma unroll
   for (int i = 0; i < 128; ++i) d[i] = 0.0f;
 
-  for (int tile = 0; tile < w.tiles; ++tile) {
-    const int stage = (w.before + tile) & 1;
-    const uint32_t phase = (w.before + tile) / 2 & 1;
+  for (int tile = 0; tile < tiles; ++tile) {
+    const int stage = tile % 2;
+    const uint32_t phase = tile / 2 & 1;
     const uint64_t p_desc = k_major(ptx::smem_address(s.kv[stage] + kWeightsBlock * kBlockBytes));
     const uint64_t v_desc = mn_major(ptx::smem_address(s.kv[stage] + half * 4 * kBlockBytes));
+    ptx::barrier_wait(&s.filled[stage][kParts - 1], phase);
     ptx::barrier_wait(&s.weighed[stage], phase);
-    float decay[2] = {1.0f, 1.0f};  // read by the lanes that give the tile back
-    if (lane % 4 == 0) {
-#pragma unroll
-      for (int r = 0; r < 2; ++r) decay[r] = s.decay[stage][rows[r]];
-    }
-#pragma unroll
-    for (int r = 0; r < 2; ++r) decay[r] = __shfl_sync(~0u, decay[r], lane / 4 * 4);
+    const float decay[2] = {s.decay[stage][rows[0]], s.decay[stage][rows[1]]};
     if (!__all_sync(~0u, decay[0] == 1.0f && decay[1] == 1.0f)) {
 #pragma unroll
       for (int i = 0; i < 128; ++i) d[i] *= decay[i / 2 % 2];
@@ -236,44 +220,40 @@ __device__ __forceinline__ void add_values(const AttendParams& p, AttendShared<k
     ptx::wgmma_fence();
 #pragma unroll
     for (int e = 0; e < 4; ++e) ptx::wgmma_m64n128k16_bf16_mn<0>(d, p_desc + e * kNextElements, v_desc + e * kNextRows, 1);
-    ptx::wgmma_commit();
+    if constexpr (kParts == 2) ptx::wgmma_commit();
 #pragma unroll
     for (int e = 0; e < 4; ++e)
       ptx::wgmma_m64n128k16_bf16_mn<1>(d, p_desc + e * kNextElements, v_desc + e * kNextRows + 2 * kNextBlock, 1);
     ptx::wgmma_commit();
-    ptx::wgmma_wait_but_one();
-    __syncwarp();
-    if (lane == 0) ptx::barrier_arrive(&s.empty[stage][0]);
+    if constexpr (kParts == 2) {
+      ptx::wgmma_wait_but_one();
+      ptx::barrier_arrive(&s.empty[stage][0]);
+    }
     ptx::wgmma_wait_all(d);
-    __syncwarp();
-    if (lane % 4 == 0) ptx::barrier_arrive(&s.empty[stage][1]);
+    ptx::barrier_arrive(&s.empty[stage][kParts - 1]);
   }
 
-  ptx::barrier_wait(&s.done, w.turn & 1);
-  const float inverses[2] = {s.inverse[rows[0]], s.inverse[rows[1]]};
-  ptx::barrier_arrive(&s.taken);
+  ptx::barrier_wait(&s.done, 0);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int query = rows[r] >> p.head_shift, head = rows[r] & ((1 << p.head_shift) - 1);
-    const float inverse = inverses[r];
-    if (query >= w.queries) continue;
-    uint8_t* out = p.out + (static_cast<int64_t>(w.first) + query) * p.out_token + head * p.out_head + half * 512 + lane % 4 * 4;
+    const float inverse = s.inverse[rows[r]];
+    if (query >= queries) continue;
+    uint8_t* out = p.out + (static_cast<int64_t>(first) + query) * p.out_token + head * p.out_head + half * 512 + lane % 4 * 4;
 #pragma unroll
     for (int j = 0; j < 32; ++j)
       *reinterpret_cast<uint32_t*>(out + j * 16) = ptx::pack_bf16(d[4 * j + 2 * r] * inverse, d[4 * j + 2 * r + 1] * inverse);
   }
 }
 
-// The outputs of a group without keys, 0 and -inf, or of one that was refused, NaN.
-__device__ __forceinline__ void write_constants(const AttendParams& p, const Work& w, int thread) {
+// NaN for every output of a group whose union was refused.
+__device__ __forceinline__ void refuse(const AttendParams& p, int first, int queries, int thread) {
   const int heads = 1 << p.head_shift;
-  const uint32_t value = w.tiles < 0 ? 0x7fff7fff : 0;
-  const float total = w.tiles < 0 ? __uint_as_float(0x7fffffff) : -INFINITY;
-  for (int i = thread; i < w.queries * heads * (kValueDims / 2); i += kValueThreads) {
-    const int64_t token = w.first + i / (heads * (kValueDims / 2));
+  for (int i = thread; i < queries * heads * (kValueDims / 2); i += kAttendThreads) {
+    const int64_t token = first + i / (heads * (kValueDims / 2));
     const int head = i / (kValueDims / 2) % heads;
-    *reinterpret_cast<uint32_t*>(p.out + token * p.out_token + head * p.out_head + i % (kValueDims / 2) * 4) = value;
-    if (p.lse && i % (kValueDims / 2) == 0) p.lse[token * p.lse_token + head] = total;
+    *reinterpret_cast<uint32_t*>(p.out + token * p.out_token + head * p.out_head + i % (kValueDims / 2) * 4) = 0x7fff7fff;
+    if (p.lse && i % (kValueDims / 2) == 0) p.lse[token * p.lse_token + head] = __uint_as_float(0x7fffffff);
   }
 }
 
@@ -285,39 +265,40 @@ __global__ void __launch_bounds__(kAttendThreads, 1) attend_kernel(const DSA_GRI
   extern __shared__ uint8_t raw[];
 #endif
 #if DSA_SM90A
-  AttendShared<kBlocks>& s =
-      *reinterpret_cast<AttendShared<kBlocks>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~static_cast<uintptr_t>(1023));
+  AttendShared<kBlocks, kFp8>& s =
+      *reinterpret_cast<AttendShared<kBlocks, kFp8>*>((reinterpret_cast<uintptr_t>(raw) + 1023) & ~static_cast<uintptr_t>(1023));
+  const int64_t group = blockIdx.x;
   const int thread = threadIdx.x, role = thread / 128;
+  const int first = p.starts[group], queries = min(p.starts[group + 1] - first, kRows >> p.head_shift);
+  const int count = p.counts[group];
+  if (count < 0) {
+    refuse(p, first, queries, thread);
+    return;
+  }
+  const int tiles = (min(count, p.capacity) + kKeys - 1) / kKeys;
   if (thread == 0) {
     for (int i = 0; i < 2; ++i) {
-      ptx::barrier_init(&s.empty[i][0], kValueThreads / 32);
-      ptx::barrier_init(&s.empty[i][1], kValueThreads / 4);
-      ptx::barrier_init(&s.top_known[i], kStreamThreads / 4);
+      for (int part = 0; part < parts_of(kFp8); ++part) {
+        ptx::barrier_init(&s.filled[i][part], kStreamThreads);
+        ptx::barrier_init(&s.empty[i][part], kValueThreads);
+      }
+      ptx::barrier_init(&s.top_known[i], kStreamThreads);
       ptx::barrier_init(&s.weighed[i], kStreamThreads);
     }
-    ptx::barrier_init(&s.asked, kStreamThreads);
-    ptx::barrier_init(&s.answered, 2 * kStreamThreads / 32);
-    ptx::barrier_init(&s.taken, kValueThreads);
+    ptx::barrier_init(&s.asked, kValueThreads);
     ptx::barrier_init(&s.summed, kStreamThreads);
     ptx::barrier_init(&s.done, kStreamThreads);
     ptx::barrier_init_fence();
   }
   __syncthreads();
 
-  // A CTA per multiprocessor: the next group begins while this one ends.
-  Work w(p, blockIdx.x);
   if (role < 2) {
     ptx::registers_decrease<kStreamRegisters>();
-    for (; w.group < p.groups; w.advance(p, gridDim.x))
-      if (w.tiles > 0) stream<kBlocks, kFp8>(p, s, role, w, thread % 128);
+    stream<kBlocks, kFp8>(p, s, role, group, first, queries, tiles, thread % 128);
   } else {
     ptx::registers_increase<kValueRegisters>();
-    for (; w.group < p.groups; w.advance(p, gridDim.x)) {
-      if (w.tiles > 0)
-        add_values<kBlocks>(p, s, role - 2, w, thread % 128);
-      else
-        write_constants(p, w, thread - 2 * kStreamThreads);
-    }
+    load_queries<kBlocks, kFp8>(p, s, first, queries, thread - 2 * kStreamThreads);
+    add_values<kBlocks, kFp8>(p, s, role - 2, first, queries, tiles, thread % 128);
   }
 #else
   __trap();

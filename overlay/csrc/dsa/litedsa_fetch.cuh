@@ -29,21 +29,19 @@ struct AttendParams {
   float* lse;  // [tokens, heads], or null
   int64_t lse_token;
   float scale;
-  int groups, capacity;
+  int capacity;
   int head_shift;  // log2 of heads: row r of the tile is head r % heads of the group's query r / heads
 };
 
-// A tile is given back in two parts of its columns and fetched and scored in kFills parts, so that each starts before the one before has
-// ended. Each value warpgroup is done with the first half of its columns first: blocks 0, 1, 4 and 5 come back first.
-constexpr int kFills = 4, kReturns = 2;
-DSA_HOST_DEVICE constexpr int fill_of(int block) {
-  const int quarter = block >= 6 ? 3 : block >= 4 ? 1
-                                   : block >= 2   ? 2
-                                                  : 0;
-  return quarter * kFills / 4;
+// A bf16 tile is fetched, scored and given back in two parts of its columns, so that each starts before the one before has ended. Each
+// value warpgroup is done with the first half of its columns first: part 0 is the blocks 0, 1, 4 and 5, part 1 the others. FP8 rows are
+// converted whole.
+DSA_HOST_DEVICE constexpr int parts_of(bool fp8) { return fp8 ? 1 : 2; }
+DSA_HOST_DEVICE constexpr bool in_part(int parts, int part, int block) {
+  return parts == 1 || (block < 8 && block % 4 < 2) == (part == 0);
 }
 
-template <int kBlocks>
+template <int kBlocks, bool kFp8>
 struct alignas(1024) AttendShared {
   uint8_t q[kBlocks * kBlockBytes];
   // Two tiles, one per stream. The last block has the keys' rope part, and when they are scored the weights, which are as large.
@@ -52,47 +50,30 @@ struct alignas(1024) AttendShared {
   float top[2][kRows];    // largest raw score up to the stream's tile
   float sums[kRows];      // the weights of the stream that does not have the last tile
   float inverse[kRows];   // 1 / sum of weights
-  uint64_t empty[2][kReturns], top_known[2], weighed[2], asked, answered, summed, done, taken;
+  uint64_t filled[2][parts_of(kFp8)], empty[2][parts_of(kFp8)], top_known[2], weighed[2], asked, summed, done;
 };
 constexpr int kWeightsBlock = 8;
 
-// Who arrives: the threads that wrote or read ordinary shared memory, or one lane of each warp when it was the copies' or wgmma's alone.
+// Who arrives: every thread that wrote or read, of one stream or of both value warpgroups.
 constexpr int kStreamThreads = 128, kValueThreads = 256;
 
-// A group of queries and what this CTA did before it.
-struct Work {
-  int group, first, queries;
-  int tiles;       // of its union; -1: refused
-  int before = 0;  // tiles of the groups before: tile t of the group is the (before + t)-th, and its stage is the parity of that
-  int turn = 0;    // groups before that had tiles
-  __device__ __forceinline__ Work(const AttendParams& p, int group) { look_at(p, group); }
-  __device__ __forceinline__ void look_at(const AttendParams& p, int next) {
-    group = next;
-    if (group >= p.groups) return;
-    first = __ldg(p.starts + group);
-    queries = min(__ldg(p.starts + group + 1) - first, kRows >> p.head_shift);
-    const int count = __ldg(p.counts + group);
-    tiles = count < 0 ? -1 : (min(count, p.capacity) + kKeys - 1) / kKeys;
-  }
-  __device__ __forceinline__ void advance(const AttendParams& p, int step) {
-    if (tiles > 0) before += tiles, ++turn;
-    look_at(p, group + step);
-  }
-};
-
-// The queries of the group into shared memory, by one stream; rows of absent queries are zero.
-template <int kBlocks>
-__device__ __forceinline__ void load_queries(const AttendParams& p, uint8_t* q, const Work& w, int thread) {
+// The queries of the group into shared memory, by the value warpgroups, which have nothing to do before the first weights; rows of absent
+// queries are zero.
+template <int kBlocks, bool kFp8>
+__device__ __forceinline__ void load_queries(const AttendParams& p, AttendShared<kBlocks, kFp8>& s, int first, int queries, int thread) {
   constexpr int kPieces = kBlocks * 8;
-#pragma unroll 4
-  for (int i = ptx::opaque(thread); i < kRows * kPieces; i += kStreamThreads) {  // opaque: no register is kept for it between groups
+#pragma unroll 6
+  for (int i = thread; i < kRows * kPieces; i += kValueThreads) {
     const int row = i / kPieces, piece = i % kPieces;
     const int query = row >> p.head_shift, head = row & ((1 << p.head_shift) - 1);
-    const int64_t token = query < w.queries ? w.first + query : w.first;
+    const int64_t token = query < queries ? first + query : first;
     const uint8_t* source = piece < 64 ? p.q_nope + token * p.nope_token + head * p.nope_head + piece * 16
                                        : p.q_rope + token * p.rope_token + head * p.rope_head + (piece - 64) * 16;
-    ptx::copy_async_16(q + matrix_offset(row, piece / 8, piece % 8), source, query < w.queries ? 16 : 0);
+    ptx::copy_async_16(s.q + matrix_offset(row, piece / 8, piece % 8), source, query < queries ? 16 : 0);
   }
+  ptx::copy_async_wait<0>();
+  ptx::fence_async_proxy();  // wgmma reads what this thread copied
+  ptx::barrier_arrive(&s.asked);
 }
 
 // Two e4m3 quadruples times a scale as eight bf16.
@@ -116,15 +97,6 @@ struct Fetcher {
   __device__ __forceinline__ int slot(int i, int thread) const { return __shfl_sync(~0u, mine, i * 4 + thread % 32 / 8); }
 };
 
-// Waits for the copies of all but the last `pending` groups, a number below kMost.
-template <int kMost>
-__device__ __forceinline__ void wait_but(int pending) {
-  if constexpr (kMost > 1) {
-    if (pending < kMost - 1) return wait_but<kMost - 1>(pending);
-  }
-  ptx::copy_async_wait<kMost - 1>();
-}
-
 // Starts the copies of one part of a bf16 tile.
 template <int kBlocks>
 __device__ __forceinline__ void fetch(const AttendParams& p, uint8_t* tile, const Fetcher& f, int part, int thread) {
@@ -136,46 +108,41 @@ __device__ __forceinline__ void fetch(const AttendParams& p, uint8_t* tile, cons
     uint8_t* target = tile + block_offset(f.row0 + 16 * i, f.piece);
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b)
-      if (fill_of(b) == part) ptx::copy_async_16(target + b * kBlockBytes, source + b * 128, bytes);
+      if (in_part(parts_of(false), part, b)) ptx::copy_async_16(target + b * kBlockBytes, source + b * 128, bytes);
   }
 }
 
 // A whole tile of fp8_ds_mla rows: 512 e4m3 values, four scales, 64 bf16. The values wait where blocks 4 to 7 of their row will be, the
 // scales where its first piece will be, so that all rows are on their way at once; only this warp touches these rows.
 __device__ __forceinline__ void fetch_fp8(const AttendParams& p, uint8_t* tile, const Fetcher& f, int thread) {
-  // Opaque: else addresses are kept in registers from tile to tile.
-  const int row0 = ptx::opaque(f.row0), piece = ptx::opaque(f.piece);
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const int row = row0 + 16 * i, slot = f.slot(i, thread);
+    const int row = f.row0 + 16 * i, slot = f.slot(i, thread);
     const uint8_t* source = p.kv + (slot < 0 ? 0 : slot) * p.kv_row;
     const int bytes = slot < 0 ? 0 : 16;
 #pragma unroll
     for (int j = 0; j < 4; ++j)
-      ptx::copy_async_16(tile + matrix_offset(row, 4 + j, piece), source + j * 128 + piece * 16, bytes);
-    ptx::copy_async_16(tile + matrix_offset(row, 8, piece), source + 528 + piece * 16, bytes);
-    if (piece == 0) ptx::copy_async_16(tile + matrix_offset(row, 0, 0), source + 512, bytes);
-    ptx::copy_async_commit();
+      ptx::copy_async_16(tile + matrix_offset(row, 4 + j, f.piece), source + j * 128 + f.piece * 16, bytes);
+    ptx::copy_async_16(tile + matrix_offset(row, 8, f.piece), source + 528 + f.piece * 16, bytes);
+    if (f.piece == 0) ptx::copy_async_16(tile + matrix_offset(row, 0, 0), source + 512, bytes);
   }
+  ptx::copy_async_wait<0>();
+  __syncwarp();
 #pragma unroll 1
   for (int i = 0; i < 4; ++i) {
-    wait_but<4>(3 - i);
-    __syncwarp();
-    const int row = row0 + 16 * i;
+    const int row = f.row0 + 16 * i;
     uint4 v[4];  // v[j]: the values of the dimensions 128 j + 16 piece on
 #pragma unroll
-    for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const uint4*>(tile + matrix_offset(row, 4 + j, piece));
+    for (int j = 0; j < 4; ++j) v[j] = *reinterpret_cast<const uint4*>(tile + matrix_offset(row, 4 + j, f.piece));
     const uint4 scale_bits = *reinterpret_cast<const uint4*>(tile + matrix_offset(row, 0, 0));
     const float scales[4] = {__uint_as_float(scale_bits.x), __uint_as_float(scale_bits.y), __uint_as_float(scale_bits.z),
                              __uint_as_float(scale_bits.w)};
     __syncwarp();  // all have read their row before any overwrites it
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
-      const int block = 2 * j + piece / 4, at = piece % 4 * 2;
-      const uint4 even = dequantize(v[j].x, v[j].y, scales[j]), odd = dequantize(v[j].z, v[j].w, scales[j]);
-      const bool swap = piece >= 4;  // the lanes that write to the odd block begin with the other piece: other banks
-      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + swap)) = swap ? odd : even;
-      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + !swap)) = swap ? even : odd;
+      const int block = 2 * j + f.piece / 4, at = f.piece % 4 * 2;
+      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at)) = dequantize(v[j].x, v[j].y, scales[j]);
+      *reinterpret_cast<uint4*>(tile + matrix_offset(row, block, at + 1)) = dequantize(v[j].z, v[j].w, scales[j]);
     }
   }
 }

@@ -31,11 +31,6 @@ __device__ __forceinline__ void copy_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Brings `bytes` (a multiple of 16) from an address that is a multiple of 16 into L2.
-__device__ __forceinline__ void prefetch(const void* global, int bytes) {
-  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(global), "r"(bytes) : "memory");
-}
-
 __device__ __forceinline__ float exp2_approx(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

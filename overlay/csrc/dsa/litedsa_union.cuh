@@ -28,17 +28,25 @@ struct UnionParams {
   int table_blocks, block_size, block_rows;
 };
 
-// Bytes of dynamic shared memory: bitmap, 16-bit ranks of its words, masks.
+// Bytes of dynamic shared memory: bitmap, 16-bit ranks of its quads, masks.
 inline int64_t union_shared_bytes(int span, int capacity, int group_size) {
-  return static_cast<int64_t>(span) / 8 + static_cast<int64_t>(span) / 16 + static_cast<int64_t>(capacity) / 64 * group_size * 8;
+  return static_cast<int64_t>(span) / 8 + (static_cast<int64_t>(span) / kQuad * 2 + 15) / 16 * 16 +
+         static_cast<int64_t>(capacity) / 64 * group_size * 8;
 }
 
 __device__ __forceinline__ int count_bits(uint32_t word) { return __popc(word); }
 
 // The place of a position in the union: the ones before it in the bitmap.
 __device__ __forceinline__ int rank_of(const uint32_t* bitmap, const uint16_t* ranks, int position) {
-  const int word = position / 32;
-  return ranks[word] + count_bits(bitmap[word] & ((1u << (position % 32)) - 1));
+  const uint4 quad = *reinterpret_cast<const uint4*>(bitmap + position / kQuad * 4);
+  const int word = position / 32 % 4;
+  const uint32_t below = (1u << (position % 32)) - 1;
+  int rank = ranks[position / kQuad];
+  rank += count_bits(word > 0 ? quad.x : quad.x & below);
+  if (word > 0) rank += count_bits(word > 1 ? quad.y : quad.y & below);
+  if (word > 1) rank += count_bits(word > 2 ? quad.z : quad.z & below);
+  if (word > 2) rank += count_bits(quad.w & below);
+  return rank;
 }
 
 // Exclusive sum over the CTA's threads; *total gets the sum of all. `partial` is shared, one int per warp and one more.
@@ -92,7 +100,7 @@ __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams 
 #endif
   uint32_t* bitmap = reinterpret_cast<uint32_t*>(raw);
   uint16_t* ranks = reinterpret_cast<uint16_t*>(raw + p.span / 8);
-  uint32_t* masks = reinterpret_cast<uint32_t*>(raw + p.span / 8 + p.span / 16);
+  uint32_t* masks = reinterpret_cast<uint32_t*>(raw + p.span / 8 + (p.span / kQuad * 2 + 15) / 16 * 16);
   DSA_SHARED int partial[kUnionThreads / 32];
   DSA_SHARED int twice;
 
@@ -111,7 +119,7 @@ __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams 
   for_each_key(p, first, queries, limit, [&](int, int position) { atomicOr(&bitmap[position / 32], 1u << (position % 32)); });
   __syncthreads();
 
-  // Ranks of the words, and the rows of the positions in order.
+  // Ranks of the quads, and the rows of the positions in order.
   const int request = p.requests ? p.requests[first] : 0;
   const int32_t* table = p.table ? p.table + request * p.table_stride : nullptr;
   int32_t* slots = p.slots + group * p.capacity;
@@ -120,15 +128,10 @@ __global__ void __launch_bounds__(kUnionThreads) union_kernel(const UnionParams 
     const int i = base + thread;
     uint4 quad = make_uint4(0, 0, 0, 0);
     if (i < quads) quad = reinterpret_cast<const uint4*>(bitmap)[i];
-    const int before[4] = {0, count_bits(quad.x), count_bits(quad.x) + count_bits(quad.y),
-                           count_bits(quad.x) + count_bits(quad.y) + count_bits(quad.z)};
-    const int ones = before[3] + count_bits(quad.w);
+    const int ones = count_bits(quad.x) + count_bits(quad.y) + count_bits(quad.z) + count_bits(quad.w);
     int all;
     int slot = count + exclusive_sum(ones, partial, &all);
-    if (i < quads) {
-#pragma unroll
-      for (int w = 0; w < 4; ++w) ranks[i * 4 + w] = static_cast<uint16_t>(slot + before[w]);
-    }
+    if (i < quads) ranks[i] = static_cast<uint16_t>(slot);
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
       uint32_t word = w == 0 ? quad.x : w == 1 ? quad.y
