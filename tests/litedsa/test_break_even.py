@@ -13,7 +13,7 @@ CASE = re.compile(r"heads=(\d+) T=(\d+) u=([\d.]+) base=FLASH\w+( kv=fp8)?")
 
 def test_break_even_lies_between_the_last_gain_and_the_first_loss() -> None:
     limits = runpy.run_path(str(ROOT / "overlay/vllm/dsa/litedsa/plan.py"))["BREAK_EVEN"]
-    worst: dict[int, dict[float, float]] = {}  # by heads and union ratio, over tokens, caches and upstream's backends
+    worst: dict[int, dict[float, float]] = {}  # by heads and union ratio: of tokens, caches and backends
     for row in json.loads((ROOT / "bench/results/litedsa/0.33.0-h200.json").read_text())["rows"]:
         case = CASE.fullmatch(row["case"])
         if case and row["metric"] == "time":
