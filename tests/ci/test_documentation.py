@@ -9,13 +9,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import click
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 import plots  # noqa: E402
 
-from vllm_series import pins  # noqa: E402
+from vllm_series import cli, pins  # noqa: E402
 from vllm_series.workspace import Workspace  # noqa: E402
 
 
@@ -98,6 +99,39 @@ def test_results_that_pages_name_are_stored(root: Path) -> None:
             if not (root / plots.RESULTS / name).is_file():
                 wrong.append(f"{page.name}: {name}")
     assert wrong == []
+
+
+def commands_of(page: Path) -> list[tuple[str, list[str]]]:
+    """The indented lines of a page that call the tool, each with the words after `series`."""
+    scripts = {"scripts/rebase.sh": ["rebase"], "scripts/apply.sh": ["apply"], "ci/local.sh": ["ci", "run"]}
+    found = []
+    for line in re.findall(r"^    (\S.*)$", page.read_text(), re.MULTILINE):
+        for part in re.split(r"&&|[|;]", line.partition(" #")[0]):
+            words = [word for word in part.split() if not re.fullmatch(r"[A-Z_]+=\S*", word)]
+            words = words[words[:1] == ["scripts/lib/run.sh"] :]
+            if words and words[0] in scripts:
+                found.append((line, scripts[words[0]] + words[1:]))
+            elif words and words[0] in ("series", ".venv/bin/series"):
+                found.append((line, words[1:]))
+    return found
+
+
+def test_commands_on_the_pages_exist(root: Path) -> None:
+    """Names of commands and of options; what they do is tested where it is made."""
+    with pytest.raises(SystemExit):
+        cli.main(["--version"])  # lets each area add its commands
+    wrong, seen = [], 0
+    for page in [*pages(root), root / "README.md", root / "CONTRIBUTING.md"]:
+        for line, words in commands_of(page):
+            command: click.Command = cli.cli
+            while isinstance(command, click.Group) and words and words[0] in command.commands:
+                command = command.commands[words.pop(0)]
+            known = {name for one in command.params for name in one.opts + one.secondary_opts} | {"--help"}
+            options = [word.partition("=")[0] for word in words if word.startswith("--") and len(word) > 2]
+            seen += 1
+            if isinstance(command, click.Group) or not set(options) <= known:
+                wrong.append(f"{page.name}: {line}")
+    assert wrong == [] and seen > 25
 
 
 def ratio_row(case: str, metric: str, ratio: float) -> dict[str, object]:
