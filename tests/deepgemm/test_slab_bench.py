@@ -1,8 +1,10 @@
-"""bench/logits_slab_engine.py, as far as it runs without an engine: what it accepts as a result."""
+"""The slab's benches in an engine, as far as they run without one, and what is said of the stored rows."""
 
 from __future__ import annotations
 
 import importlib
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,12 +13,13 @@ from typing import Any
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
 ACTIVE = [{"feature": "logits_slab", "outcome": "active", "reason": "526 MiB", "count": 1}]
 
 
 @pytest.fixture
 def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parents[2] / "bench"))
+    monkeypatch.syspath_prepend(str(ROOT / "bench"))
     return importlib.import_module("logits_slab_engine")
 
 
@@ -116,3 +119,37 @@ def test_engines_at_once_and_all_ended_when_one_fails(
     with pytest.raises(SystemExit, match="ended with 3"):
         bench.results(running, True)
     assert all(child.poll() is not None for child in children)
+
+
+def stored(line: str) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = json.loads((ROOT / f"bench/results/deepgemm/{line}-h200.json").read_text())[
+        "rows"
+    ]
+    return rows
+
+
+def test_auto_is_on_where_a_long_prefill_of_an_engine_was_measured_on_both_lines() -> None:
+    code = (ROOT / "overlay/vllm/dsa/logits_slab/feature.py").read_text()
+    (measured,) = re.findall(r"^MEASURED: .* = frozenset\((.*)\)$", code, re.MULTILINE)
+    assert measured == "{(9, 0)}", "rows of an H200 are stored, of no other card"
+    for line in ("0.33.0", "0.28.0"):
+        case = "slab e2e heads=16 index=64 S=262144 step=2048"
+        (row,) = [row for row in stored(line) if (row["case"], row["metric"]) == (case, "growth_MiB")]
+        assert row["baseline"] > 5000 and row["ours"] < 64
+
+
+def test_the_table_of_the_page_is_that_of_the_rows() -> None:
+    page = (ROOT / "docs/deepgemm.md").read_text()
+    table = re.findall(r"^\| (engine|operator), \d layers \| ([\d.]+) \| (\d+) \|(.*)\|$", page, re.MULTILINE)
+    said, rows = [], []
+    for level, line, step, figures in table:
+        growth, peak = ([int(x) for x in figures.split("|")][i : i + 2] for i in (0, 2))
+        said.append((line, level, int(step), *growth, *peak))
+    for line in ("0.33.0", "0.28.0"):
+        values = {(row["case"], row["metric"]): (row["baseline"], row["ours"]) for row in stored(line)}
+        for case, metric in values:
+            if metric == "growth_MiB":
+                level = "engine" if " e2e " in case else "operator"
+                step = int(case.rsplit("=", 1)[1])
+                rows.append((line, level, step, *values[case, metric], *values[case, "peak_MiB"]))
+    assert sorted(said) == sorted(rows)
