@@ -303,7 +303,8 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
       // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
       const auto accumulate = [&](const float (&d)[64], int half) {
         if constexpr (kProbe == 2) {
-          for (int j = 0; j < 4; ++j) sums[j] += d[j];
+#pragma unroll
+          for (int j = 0; j < 64; ++j) asm volatile("" ::"f"(d[j]));
           return;
         }
         constexpr bool kEven = Config<kHeads>::kAddedRelu & 1, kOdd = Config<kHeads>::kAddedRelu >> 1;

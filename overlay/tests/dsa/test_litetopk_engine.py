@@ -218,14 +218,14 @@ def test_a_request_of_a_million_keys_is_one_chunk(builder):
 
 
 def test_requests_that_share_a_chunk_share_a_launch_or_stay_in_it(builder, monkeypatch):
-    specs, ours, _ = planned(builder, [8] * 4, [40000] * 4, 0)
-    assert len(specs) == 1 and ours == specs and ours.fused == {(0, 32): 40000}
-    # Of 128 rows together 40000 keys are too few; alone, 32 rows would be worth a launch, but not of four.
-    specs, ours, _ = planned(builder, [32] * 4, [40000] * 4, 0)
+    specs, ours, _ = planned(builder, [8] * 4, [70000] * 4, 0)
+    assert len(specs) == 1 and ours == specs and ours.fused == {(0, 32): 70000}
+    # Of 128 rows together 70000 keys are too few; alone, 32 rows would be worth a launch, but not of four.
+    specs, ours, _ = planned(builder, [32] * 4, [70000] * 4, 0)
     assert len(specs) == 1 and ours == specs and not ours.fused
     declined = {row["reason"]: row["count"] for row in counters.snapshot("litetopk") if row["reason"]}
     assert declined == {dispatch.SHARED: 4}
-    assert planned(builder, [32], [40000], 0)[1].fused == {(0, 32): 40000}
+    assert planned(builder, [32], [70000], 0)[1].fused == {(0, 32): 70000}
     # Neighbours join across upstream's chunks; a short one, or one of few keys, parts them.
     queries, keys = [4096, 4096, 4, 4096, 4096], [1 << 17, 1 << 18, 1 << 17, 1 << 18, 70000]
     ours = planned(builder, queries, keys, 0)[1]
@@ -237,7 +237,7 @@ def test_requests_that_share_a_chunk_share_a_launch_or_stay_in_it(builder, monke
     # One launch takes 2^20 keys.
     monkeypatch.setenv("VLLM_LITETOPK_DISPATCH", "always")
     assert list(planned(builder, [8] * 4, [1 << 19] * 4, 0)[1].fused) == [(0, 16), (16, 32)]
-    assert list(planned(builder, [8] * 4, [40000] * 4, 0)[1].fused) == [(0, 32)]
+    assert list(planned(builder, [8] * 4, [70000] * 4, 0)[1].fused) == [(0, 32)]
 
 
 def test_sizes_that_decline_are_counted_by_reason(builder, monkeypatch):

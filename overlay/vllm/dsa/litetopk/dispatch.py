@@ -11,12 +11,12 @@ from vllm.dsa.litetopk.plan import MAX_KEYS
 
 #: (most queries, fewest keys): the first row that fits the number of queries decides; of several requests in
 #: one launch, all of their queries and the keys of the shortest one. All rows of
-#: bench/results/litetopk/0.33.0-h200.json with at least that many keys are at least as fast
+#: bench/results/litetopk/0.33.0-h200.json with at least that many keys are at least 1.02 times as fast
 #: as upstream's default path (512 MiB of logits), with 32 and with 64 heads; with fewer keys at least one is
 #: not, or none was measured. Between two measured numbers of queries (8, 64, 512, 1024, 2048, 4096, 8192)
 #: both must be fast; the last row begins an eighth below 8192, because a chunk that shares its step with
 #: decodes is a little shorter than the step's budget.
-TABLE = ((64, 1 << 15), (2048, 1 << 18), (7167, 1 << 17), (1 << 31, 1 << 16))
+TABLE = ((8, 1 << 15), (64, 1 << 16), (2048, 1 << 18), (7167, 1 << 17), (1 << 31, 1 << 16))
 
 #: The table was measured with this top-k only, that of DeepSeek-V3.2 and GLM-5.x.
 MEASURED_K = 2048
