@@ -56,6 +56,20 @@ def test_kernels_are_compared_stream_by_stream(
     assert "upstream's file" in capsys.readouterr().err
 
 
+def test_the_stored_traces_have_upstreams_kernels_where_the_overlap_is_switched_off() -> None:
+    """An eager prefill and decode steps in FULL graphs of an engine on an H200."""
+    file = BENCH / "results" / "overlap" / "0.33.0-h200.json"
+    rows = [row for row in json.loads(file.read_text())["rows"] if " phase=kernels " in row["case"]]
+    found = {(row["case"].split()[0], row["case"].split()[-1]): row for row in rows}
+    for case in ("prefill", "decode"):
+        disabled, full = found["mode=disabled", case], found["mode=full", case]
+        assert disabled["switches"]["VLLM_DISABLE_INDEXER_STREAM"] == "1"
+        assert (
+            disabled["ours"] == 1.0 and len(disabled["sequence"]) == 1 and len(disabled["sequence"][0]) > 80
+        )
+        assert full["ours"] == 0.0 and len(full["sequence"]) == 2  # the control
+
+
 def test_a_trace_is_split_by_stream(kernels: ModuleType) -> None:
     def event(name: str, at: int, stream: int) -> dict[str, Any]:
         return {"name": name, "ts": at, "args": {"stream": stream}}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import runpy
+import statistics
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -43,6 +44,37 @@ def choices(table: ModuleType, folder: Path) -> dict[int, str]:
 
 def test_the_stored_table_is_what_the_results_give(table: ModuleType) -> None:
     assert table.main(["--check"]) == 0
+
+
+SHAPES = [(16, 64), (8, 32)]
+POINTS = [(batch, context) for context in (4096, 8192, 32768) for batch in (1, 4, 16, 32, 64)]
+POINTS += [(1, 131072), (4, 131072)]
+
+
+def stored(table: ModuleType, metric: str, mode: str, heads: int, index: int) -> dict[str, dict[str, Any]]:
+    """Rows of line 0.33.0 on the H200, by batch and context; fails where a point is missing."""
+    rows = json.loads((table.RESULTS / "0.33.0-h200.json").read_text())["rows"]
+    head = f"mode={mode} phase=decode heads={heads} index={index} graph=FULL_DECODE_ONLY "
+    found = {
+        r["case"].removeprefix(head): r for r in rows if r["case"].startswith(head) and r["metric"] == metric
+    }
+    return {point: found[point] for point in (f"B={batch} ctx={context}" for batch, context in POINTS)}
+
+
+@pytest.mark.parametrize(("heads", "index"), SHAPES)
+def test_stored_rows_show_full_faster_at_every_point_and_auto_as_good(
+    table: ModuleType, heads: int, index: int
+) -> None:
+    points = table.read(table.RESULTS)["0.33.0", "h200", heads, index, "FULL"]
+    worst, noise = table.auto_gap(points)
+    assert worst >= 1 - noise and noise < 0.02
+    full = stored(table, "graph", "full", heads, index)
+    assert min(row["ratio"] for row in full.values()) > 1 + noise
+    blocks = stored(table, "attention block", "full", heads, index)
+    assert statistics.median(row["ratio"] for row in blocks.values()) >= 1.05
+    for mode in ("full", "auto"):
+        for row in stored(table, "overlap fraction", mode, heads, index).values():
+            assert row["ours"] > 2 * row["baseline"] and row["streams"] == [2]
 
 
 def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
