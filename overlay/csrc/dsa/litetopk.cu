@@ -6,7 +6,7 @@
 // memory (tensor-map copies into a ring per warpgroup). The keys are wgmma's M side and the 256 (query, head) pairs its N side, in an
 // order that gives each thread all heads of its queries, so that a head sum needs no shuffle.
 //
-// Selection: the newest `fill_tiles` tiles are stored whole; then each row's k best of them are kept and the k-th best is the row's
+// Selection: all scores of the newest `fill_tiles` tiles are stored; then each row's k best of them are kept and the k-th best is the row's
 // gate. Of all later scores only those that pass the gate are appended to the row's list; when a list could overflow before the next
 // check, the CTA stops, the list is cut to its k best (exactly, by 64-bit keys) and the gate rises. So no list ever overflows and
 // nothing that could belong to the k best is dropped. The lists lie in global memory, one per row *in flight*: their size does not
