@@ -31,6 +31,8 @@ import results_file
 
 #: Kernels of torch and of the driver that copy within the device.
 _COPY = re.compile(r"copy_kernel|CatArray|Memcpy DtoD", re.IGNORECASE)
+#: Torch's kernels that change the type, which no copy of a slice does.
+_CAST = re.compile(r"StoreWithCast")
 #: An Inductor kernel that only moves: its name lists the operators that it holds, and none of them computes.
 _MOVES = "clone|contiguous|copy|view|slice|split|expand|permute|transpose|select|unsqueeze|squeeze|cat|t"
 _INDUCTOR_COPY = re.compile(
@@ -45,7 +47,11 @@ PER_STEP = 16384
 
 def copies(kernels: dict[str, int]) -> dict[str, int]:
     """Those of the kernels (name: launches) that copy."""
-    return {name: n for name, n in kernels.items() if _COPY.search(name) or _INDUCTOR_COPY.search(name)}
+    return {
+        name: n
+        for name, n in kernels.items()
+        if (_COPY.search(name) and not _CAST.search(name)) or _INDUCTOR_COPY.search(name)
+    }
 
 
 def look(events: list[dict[str, Any]]) -> tuple[dict[str, int], list[tuple[str, int | None]]]:

@@ -120,6 +120,7 @@ def test_kernels_that_copy_are_known_by_name(norms: ModuleType) -> None:
         "triton_poi_fused_add_clone_copy_mul_neg_slice_split_stack_view_6": 6,
         "triton_poi_fused_4": 1,
         "Memcpy HtoD (Pinned -> Device)": 9,
+        "unrolled_elementwise_kernel<direct_copy_kernel_cuda, LoadWithCast<1>, StoreWithCast<1> >": 4,
         "_fused_norm_rope_kernel": 24,
     }
     assert norms.copies(others | copying) == copying
