@@ -11,7 +11,6 @@ is cut as upstream would have cut it and takes upstream's path.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -26,27 +25,14 @@ NAME = "litetopk"
 #: Attribute of a chunk's metadata that says that it was planned for the kernel: keys of its longest request.
 MARK = "litetopk_planned"
 
-#: A chunk as upstream's planner writes it: which requests of the step, and which of their rows.
-Spec = tuple[slice, slice]
-
-
-class Specs(list[Spec]):
-    """Chunk specs, and of those that are fused the token range and how many keys the longest request has."""
-
-    fused: dict[tuple[int, int], int]
-
-    def __init__(self, specs: Iterable[Spec] = ()) -> None:
-        super().__init__(specs)
-        self.fused = {}
-
 
 def plan_chunks(
     builder: Any,
-    specs: list[Spec],
+    specs: list[grouping.Spec],
     num_decodes: int,
     seq_lens_cpu: torch.Tensor,
     query_start_loc_cpu: torch.Tensor,
-) -> Specs:
+) -> grouping.Specs:
     """Return upstream's chunk specs with the requests that the kernel takes in uncut chunks of their own.
 
     Args:
@@ -87,17 +73,17 @@ def plan_chunks(
     _count(reasons.values(), already=reason)
     grouped = {r: group for group in together for r in group}
     fused = {r: grouped.get(r, range(r, r + 1)) for r in requests if not reasons[r]}
-    return _split_off(specs, fused, starts, keys)
+    return grouping.split_off(specs, fused, starts, keys)
 
 
-def mark_chunks(specs: list[Spec], chunks: Iterable[Any]) -> None:
+def mark_chunks(specs: list[grouping.Spec], chunks: Iterable[Any]) -> None:
     """Mark the metadata of the fused chunks, so that `run_chunks` knows them.
 
     Args:
         specs: what `plan_chunks` returned.
         chunks: upstream's metadata of the chunks.
     """
-    fused = specs.fused if isinstance(specs, Specs) else {}
+    fused = specs.fused if isinstance(specs, grouping.Specs) else {}
     for chunk in chunks:
         longest = fused.get((chunk.token_start, chunk.token_end))
         if longest is not None:
@@ -208,28 +194,6 @@ def _row_shard_sizes(builder: Any, num_decodes: int, keys: list[int], starts: li
         builder.vllm_config.attention_config.indexer_tp_shard_min_rows,
     )
     return sizes
-
-
-def _split_off(specs: list[Spec], fused: dict[int, range], starts: list[int], keys: list[int]) -> Specs:
-    """Take the fused requests, each with its group, out of upstream's chunks; a shared chunk is never cut."""
-    planned = Specs()
-    if not fused:
-        planned.extend(specs)
-        return planned
-    for (first, stop), chunks in itertools.groupby(specs, lambda spec: (spec[0].start, spec[0].stop)):
-        if fused.keys().isdisjoint(range(first, stop)):
-            planned.extend(chunks)
-            continue
-        for group, run in itertools.groupby(range(first, stop), fused.get):
-            members = list(run)
-            part = group or range(members[0], members[-1] + 1)
-            rows = (starts[part.start], starts[part.stop])
-            if rows in planned.fused:  # begun in an earlier chunk of upstream's
-                continue
-            planned.append((slice(part.start, part.stop), slice(0, rows[1] - rows[0])))
-            if group is not None:
-                planned.fused[rows] = max(keys[r] for r in part)
-    return planned
 
 
 def _count(reasons: Iterable[str], already: str) -> None:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which of a step's requests the kernel scores together, in one launch: from host data alone. No torch."""
+"""Which of a step's requests share a launch, and the chunks that follow: host data alone, no torch."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 
 #: Fewest rows of a request that shares a launch with others. A block of 4 or 8 rows scans the keys of all of
@@ -11,6 +12,19 @@ FEWEST_ROWS = 8
 
 #: ``(first row, one past the last, keys of the shortest request)`` to the reason against it, '' if none.
 WhyNot = Callable[[int, int, int], str]
+
+#: A chunk as upstream's planner writes it: which requests of the step, and which of their rows.
+Spec = tuple[slice, slice]
+
+
+class Specs(list[Spec]):
+    """Chunk specs, and of those that are fused the token range and how many keys the longest request has."""
+
+    fused: dict[tuple[int, int], int]
+
+    def __init__(self, specs: Iterable[Spec] = ()) -> None:
+        super().__init__(specs)
+        self.fused = {}
 
 
 def groups(
@@ -29,6 +43,28 @@ def groups(
     """
     long_enough = [r for r in requests if starts[r + 1] - starts[r] >= FEWEST_ROWS]
     return [group for run in _runs(long_enough) for group in _split(run, keys, starts, most_keys, why_not)]
+
+
+def split_off(specs: list[Spec], fused: dict[int, range], starts: list[int], keys: list[int]) -> Specs:
+    """Take the fused requests, each with its group, out of upstream's chunks; a shared chunk is never cut."""
+    planned = Specs()
+    if not fused:
+        planned.extend(specs)
+        return planned
+    for (first, stop), chunks in itertools.groupby(specs, lambda spec: (spec[0].start, spec[0].stop)):
+        if fused.keys().isdisjoint(range(first, stop)):
+            planned.extend(chunks)
+            continue
+        for group, run in itertools.groupby(range(first, stop), fused.get):
+            members = list(run)
+            part = group or range(members[0], members[-1] + 1)
+            rows = (starts[part.start], starts[part.stop])
+            if rows in planned.fused:  # begun in an earlier chunk of upstream's
+                continue
+            planned.append((slice(part.start, part.stop), slice(0, rows[1] - rows[0])))
+            if group is not None:
+                planned.fused[rows] = max(keys[r] for r in part)
+    return planned
 
 
 def _split(
