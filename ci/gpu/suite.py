@@ -108,8 +108,9 @@ def main(argv: list[str] | None = None) -> int:
     except SuiteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # `timeout` and a job's limit end the suite with this signal: the step's group must not outlive it.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped from outside"))
+    # `timeout`, a job's limit and a person end the suite with these signals: the step's group must not outlive it.
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: sys.exit("stopped from outside"))
     print(
         f"{machine.cards} x {machine.name}, vllm {machine.version}, torch {machine.torch}, "
         f"driver {machine.driver}"

@@ -246,8 +246,11 @@ def test_without_torch_or_card_it_says_what_to_do(root: Path) -> None:
     assert listed.returncode == 0 and "fused_q: " in listed.stdout
 
 
-def test_a_suite_that_is_ended_from_outside_ends_its_step(tmp_path: Path, root: Path) -> None:
-    """As `timeout` and a job's limit do it. What the step printed is shown."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_suite_that_is_ended_from_outside_ends_its_step(
+    tmp_path: Path, root: Path, number: signal.Signals
+) -> None:
+    """As `timeout`, a job's limit and Ctrl-C do it. What the step printed is shown."""
     mark = tmp_path / "pid"
     (tmp_path / "bench.py").write_text(
         "import os, pathlib, time\n"
@@ -274,7 +277,7 @@ sys.exit(suite.main([]))
     try:
         while not mark.exists() and child.poll() is None:
             time.sleep(0.05)
-        child.terminate()
+        child.send_signal(number)
         said, _ = child.communicate(timeout=100)
         assert "the step began" in said and "stopped from outside" in said, said
         assert child.returncode == 1
