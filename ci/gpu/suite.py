@@ -108,7 +108,7 @@ def main(argv: list[str] | None = None) -> int:
     except SuiteError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    # `timeout`, a job's limit and a person end the suite with these signals: the step's group must not outlive it.
+    # `timeout`, a job's limit and Ctrl-C end the suite with these: the step's group must not outlive it.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: sys.exit("stopped from outside"))
     print(
