@@ -271,24 +271,57 @@ def test_auto_runs_what_was_measured(monkeypatch):
     assert row["state"] == "active"
 
 
+def with_model(config: SimpleNamespace, heads: int = 4) -> SimpleNamespace:
+    """The configuration of two tensor-parallel ranks with ``heads // 2`` heads each."""
+    config.model_config = SimpleNamespace(
+        hf_text_config=SimpleNamespace(num_attention_heads=heads, index_n_heads=3, index_topk=4)
+    )
+    config.parallel_config.tensor_parallel_size = 2
+    return config
+
+
 @pytest.mark.parametrize("other", [entry(heads=16), entry(graph="NONE")])
 def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
+    """And says so at start-up: the feature is off, not active in a mode that never forks."""
     monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
     monkeypatch.setattr(measured, "MEASURED", (other,))
-    serial(Model(monkeypatch))
+    model = Model(monkeypatch)
+    serial(model)
+    assert [layer._indexer_overlap for layer in model.layers] == [None] * 3 and not counted("serial")
+    overlap = features.KNOWN[0]
+    assert features.status(overlap, with_model(model.config)) == features.Status(
+        features.State.OFF, auto.no_measurement("test")
+    )
+    monkeypatch.setattr(measured, "MEASURED", (other, entry()))
+    assert features.status(overlap, model.config).state is features.State.ACTIVE
+    assert features.status(overlap, with_model(model.config, heads=8)).state is features.State.OFF
+
+
+def test_auto_stops_where_full_graphs_are_turned_off_after_the_layers_were_built(monkeypatch):
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
+    monkeypatch.setattr(measured, "MEASURED", (entry(),))
+    model = Model(monkeypatch)
+    model.config.compilation_config.cudagraph_mode = CUDAGraphMode.NONE
+    serial(model)
     assert counted("serial") == {"auto": 2}
 
 
-@pytest.mark.parametrize("what", ["speculative decoding", "quantised weights", "decode context parallelism"])
+KINDS = {
+    "speculative decoding": {"speculative_config": object()},
+    "quantised weights": {"quant_config": object()},
+    "decode context parallelism": {},
+    "a KV cache of fp8_ds_mla": {"cache_config": SimpleNamespace(cache_dtype="fp8_ds_mla")},
+    "HiSparse": {"attention_config": SimpleNamespace(hisparse_config=object())},
+}
+
+
+@pytest.mark.parametrize("what", KINDS)
 def test_auto_takes_an_engine_of_another_kind_for_unmeasured(monkeypatch, what):
     monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
     monkeypatch.setattr(measured, "MEASURED", (entry(),))
     dcp = {"decode_context_parallel_size": 2} if what == "decode context parallelism" else {}
     model = Model(monkeypatch, parallel=dcp)
-    if what == "speculative decoding":
-        model.config.speculative_config = object()
-    if what == "quantised weights":
-        model.config.quant_config = object()
+    vars(model.config).update(KINDS[what])
     assert feature.probe(model.config) == features.Status(
         features.State.OFF, f"auto acts as off: not measured with {what}"
     )

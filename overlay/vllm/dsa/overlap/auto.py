@@ -92,7 +92,34 @@ def unmeasured(config: Any | None) -> str | None:
     parallel = getattr(config, "parallel_config", None)
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
         return "auto acts as off: not measured with decode context parallelism"
+    cache = getattr(getattr(config, "cache_config", None), "cache_dtype", "auto")
+    if cache not in ("auto", "bfloat16"):
+        return f"auto acts as off: not measured with a KV cache of {cache}"
+    if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
+        return "auto acts as off: not measured with HiSparse"
     return None
+
+
+def graph_kind(config: Any) -> str:
+    """``Entry.graph`` of an engine: whether it captures full CUDA graphs.
+
+    Args:
+        config: a VllmConfig.
+    """
+    return "FULL" if config.compilation_config.cudagraph_mode.has_full_cudagraphs() else "NONE"
+
+
+def knows(config: Any, line: str, card: str) -> bool:
+    """Whether there is a measurement for a model, before its layers are built.
+
+    Args:
+        config: a VllmConfig.
+        line: release line.
+        card: see `card_slug`.
+    """
+    text = config.model_config.hf_text_config
+    heads = text.num_attention_heads // config.parallel_config.tensor_parallel_size
+    return find(line, card, heads, text.index_n_heads, graph_kind(config)) is not None
 
 
 def no_measurement(card: str) -> str:

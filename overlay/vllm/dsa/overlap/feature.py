@@ -45,12 +45,14 @@ def probe(config: Any | None) -> Status:
     if reason is not None:
         return Status(State.DECLINED, reason)
     if request.mode is Mode.AUTO:
-        card = card_here()
-        if not auto.has_card(provenance.read().line, card):
+        line, card = provenance.read().line, card_here()
+        if not auto.has_card(line, card):
             return Status(State.OFF, auto.no_measurement(card))
         unmeasured = auto.unmeasured(config)
         if unmeasured is not None:
             return Status(State.OFF, unmeasured)
+        if getattr(config, "model_config", None) is not None and not auto.knows(config, line, card):
+            return Status(State.OFF, auto.no_measurement(card))
     return Status(State.ACTIVE, f"mode {request.mode}")
 
 

@@ -40,7 +40,7 @@ def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
     if mode is Mode.NATIVE:
         log.info_once(f"{NAME}:native", "vllm.dsa %s: %s", NAME, feature.NATIVE_IS_OFF)
         return None
-    if mode is Mode.AUTO and not _measured(config):
+    if mode is Mode.AUTO and not _measured(layer, config):
         return None  # the state of the feature says so, at start-up and in info()
     reason = gates.config_reason(config)
     if reason is not None:
@@ -49,8 +49,13 @@ def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
     return LayerOverlap(layer, config, mode)
 
 
-def _measured(config: Any) -> bool:
-    return auto.has_card(provenance.read().line, feature.card_here()) and auto.unmeasured(config) is None
+def _measured(layer: Any, config: Any) -> bool:
+    return auto.unmeasured(config) is None and _entry(layer, auto.graph_kind(config)) is not None
+
+
+def _entry(layer: Any, graph: str) -> auto.Entry | None:
+    line, card = provenance.read().line, feature.card_here()
+    return auto.find(line, card, layer.num_local_heads, layer.indexer.n_head, graph)
 
 
 class LayerOverlap:
@@ -64,9 +69,7 @@ class LayerOverlap:
         self._full = False  # whether this pass forks F2 too
         self._positions: torch.Tensor | None = None  # of this pass
         self._held: tuple[Any, ...] = ()  # what a side branch reads and makes, until its join
-        self._most: Mode | None = (
-            None  # the most that this layer may do, looked for when its weights are loaded
-        )
+        self._most: Mode | None = None  # the most that this layer may do, found once its weights are loaded
         self._entries: dict[str, auto.Entry | None] = {}
 
     @property
@@ -268,12 +271,9 @@ class LayerOverlap:
         return instead
 
     def _auto(self, tokens: int) -> Mode:
-        full_graphs = self.config.compilation_config.cudagraph_mode.has_full_cudagraphs()
-        graph = "FULL" if full_graphs else "NONE"
+        graph = auto.graph_kind(self.config)  # asked again: an attention backend may have turned graphs off
         if graph not in self._entries:
-            heads, index_heads = self.layer.num_local_heads, self.layer.indexer.n_head
-            line, card = provenance.read().line, feature.card_here()
-            self._entries[graph] = auto.find(line, card, heads, index_heads, graph)
+            self._entries[graph] = _entry(self.layer, graph)
         entry = self._entries[graph]
         return Mode.OFF if entry is None else entry.mode(tokens)
 
