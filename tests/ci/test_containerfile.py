@@ -49,7 +49,9 @@ def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     There is no uv, which would look for a Python that is no environment: this machine's.
     """
     place = tmp_path_factory.mktemp("image")
-    subprocess.run([sys.executable, "-m", "venv", str(place / "env")], check=True)
+    # virtualenv, which pre-commit needs, brings pip; venv has none on a Debian without python3-venv.
+    make = [sys.executable, "-m", "virtualenv", "--quiet", "--no-download", "--app-data", str(place / "data")]
+    subprocess.run([*make, str(place / "env")], check=True)
     for tool in ("ls", "uname"):
         (place / "env/bin" / tool).symlink_to(str(shutil.which(tool)))
     upstream = wheel(place / "upstream", "1.2.0")
