@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode, VllmConfig
 from vllm.dsa import counters, features
 from vllm.dsa.features import State
 from vllm.forward_context import override_forward_context
@@ -442,6 +442,7 @@ def engine(monkeypatch: pytest.MonkeyPatch, device: Device):
             prefill_context_parallel_size=1, use_ubatching=False, enable_dbo=False
         ),
         lora_config=None,
+        additional_config={},
     )
     monkeypatch.setattr(attaching, "get_current_vllm_config", lambda: config)
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda _self: True)
@@ -464,6 +465,7 @@ def test_attach(engine, monkeypatch: pytest.MonkeyPatch, mode: str):
     assert not list(dict(engine.layer.named_modules()).keys() & {"dsa_overlap"})
     assert (indexer_module.dsa_runner is runner.run) is (mode == "full")
     assert (engine.layer.mla_attn.dsa_overlap is overlap) is (mode == "full")
+    assert engine.config.additional_config == {"vllm_dsa_overlap": [mode]}
     found = {known.name: features.status(known) for known in features.KNOWN}["overlap"]
     assert found.state is State.ACTIVE and mode in found.reason
     with pytest.raises(ValueError, match=r"Duplicate layer name: model\.layers\.0\.self_attn\.dsa_overlap"):
@@ -484,6 +486,30 @@ def test_off_attaches_nothing(engine, monkeypatch: pytest.MonkeyPatch, switch: d
         monkeypatch.setenv(name, value)
     assert attaching.attach(engine.layer) is None
     assert not engine.compilation.static_forward_context and indexer_module.dsa_runner is None
+    assert engine.config.additional_config == {}
+
+
+def test_what_is_traced_is_part_of_the_key_of_artifacts(engine, monkeypatch: pytest.MonkeyPatch):
+    """``auto`` and a mode that declines trace other graphs with the same switch, so on another card."""
+    config = VllmConfig()
+    engine.config.additional_config = config.additional_config
+    monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
+    upstream = config.compute_hash()
+    engine.compilation.splitting_ops = []  # no more than wk
+    attaching.attach(engine.layer)
+    keys = [upstream, config.compute_hash()]
+    config.additional_config.clear()
+    engine.compilation.static_forward_context.clear()
+    engine.compilation.splitting_ops = cases.splitting_ops()
+    attaching.attach(engine.layer)
+    keys.append(config.compute_hash())
+    engine.compilation.static_forward_context.clear()
+    attaching.attach(engine.layer)  # a second layer changes nothing
+    assert len(set(keys)) == 3 and config.compute_hash() == keys[-1]
+
+
+def _hashed_otherwise(engine):
+    engine.config.additional_config = object()
 
 
 def _pcp(engine):
@@ -524,6 +550,7 @@ def _no_lora_rank(engine):
         (_other_indexer, "indexer of type Identity"),
         (_other_layer, "attention layer of type Other"),
         (_no_lora_rank, "no fused QKV-A projection"),
+        (_hashed_otherwise, "additional_config is no dictionary"),
     ],
 )
 def test_what_does_not_fit_declines_with_its_reason(

@@ -8,6 +8,34 @@ from vllm.dsa.overlap.auto import Entry
 #: GPU time of decode graphs, compared with off at several contexts.
 MEASURED: tuple[Entry, ...] = (
     Entry(
+        "0.28.0",
+        "h200",
+        8,
+        32,
+        "FULL",
+        (
+            (1, "full"),
+            (4, "full"),
+            (16, "full"),
+            (32, "full"),
+            (64, "full"),
+        ),
+    ),
+    Entry(
+        "0.28.0",
+        "h200",
+        16,
+        64,
+        "FULL",
+        (
+            (1, "full"),
+            (4, "full"),
+            (16, "full"),
+            (32, "full"),
+            (64, "full"),
+        ),
+    ),
+    Entry(
         "0.33.0",
         "h200",
         8,

@@ -15,6 +15,9 @@ from vllm.dsa.overlap.compiled.layer import FEATURE, LayerOverlap
 from vllm.dsa.overlap.feature import card_here
 from vllm.dsa.overlap.mode import Mode, requested
 
+#: Where a configuration keeps which overlap its graph was traced with, see `_remember`.
+TRACED = "vllm_dsa_overlap"
+
 #: Ops that must split the graph for F2: see `vllm.dsa.overlap.compiled.layer`.
 _SPLITTING = {"vllm::sparse_attn_indexer", "vllm::unified_mla_attention_with_output"}
 
@@ -38,6 +41,7 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     native = mode is Mode.NATIVE
     reason = (
         gates.config_reason(config)
+        or (None if isinstance(config.additional_config, dict) else "additional_config is no dictionary")
         or why_not(wrapper)
         or (why_not_native(wrapper, config) if native else None)
     )
@@ -67,6 +71,7 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     if overlap.name in layers:
         raise ValueError(f"Duplicate layer name: {overlap.name}")
     layers[overlap.name] = overlap
+    _remember(config, "native" if native else "full" if whole else "wk")
     if whole or native:
         runner.install(wrapper.indexer.k_cache, wrapper.mla_attn, overlap)
     features.report_active(FEATURE, f"mode {mode}" if whole or mode is not Mode.FULL else "mode wk")
@@ -80,6 +85,18 @@ def make_native(name: str, linear: Any, stream: Any, mla_name: str) -> LayerOver
 
     side_stream.install()
     return NativeOverlap(name, linear, stream, mla_name)
+
+
+def _remember(config: VllmConfig, traced: str) -> None:
+    """Make the graph that is going to be traced a part of the key of vLLM's compiled artifacts.
+
+    The switch, which is one already, does not say it alone: what ``auto`` knows about this card and whether a
+    mode was declined decide too, and an artifact that forks needs its layers.
+    """
+    known = config.additional_config.setdefault(TRACED, [])
+    if traced not in known:
+        known.append(traced)
+        known.sort()
 
 
 def _decline(mode: Mode, reason: str) -> None:
