@@ -607,7 +607,7 @@ def test_auto_builds_what_the_measurement_needs(
     monkeypatch.setattr(measured, "MEASURED", (entry,))
     monkeypatch.setattr(attaching.provenance, "read", lambda: SimpleNamespace(line="0.28.0"))
     overlap = attaching.attach(engine.layer)
-    assert overlap.indexer_first is whole and overlap._pieces
+    assert overlap.indexer_first is whole and not overlap._pieces
     assert [overlap._choose(tokens) for tokens in (1, 64)] == [Mode(mode) for _, mode in points]
     engine.layer.num_heads += 1  # another shape is not measured
     engine.compilation.static_forward_context.clear()

@@ -66,7 +66,8 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     if native:
         overlap = make_native(name, linear, aux_stream(), wrapper.mla_attn.layer_name)
     else:
-        overlap = LayerOverlap(name, linear, aux_stream(), choose, whole=whole, pieces=mode is not Mode.FULL)
+        # auto only does what was measured and compared: full graphs.
+        overlap = LayerOverlap(name, linear, aux_stream(), choose, whole=whole, pieces=mode is Mode.WK)
     layers = config.compilation_config.static_forward_context
     if overlap.name in layers:
         raise ValueError(f"Duplicate layer name: {overlap.name}")
