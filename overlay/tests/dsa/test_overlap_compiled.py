@@ -593,6 +593,16 @@ def test_whole_needs_ops_that_split_the_graph(
     assert bool([row for row in outcomes() if row[0] == "declined"]) is not fits
 
 
+def measure(monkeypatch: pytest.MonkeyPatch, points: tuple) -> None:
+    """Let ``auto`` know the test's model on the test's card."""
+    from vllm.dsa.overlap import auto, measured
+
+    entry = auto.Entry("0.28.0", "h200", cases.HEADS, cases.INDEX_HEADS, "FULL", points)
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({"0.28.0"}))
+    monkeypatch.setattr(measured, "MEASURED", (entry,))
+    monkeypatch.setattr(attaching.provenance, "read", lambda: SimpleNamespace(line="0.28.0"))
+
+
 @pytest.mark.parametrize(
     "points, whole",
     [(((1, "wk"), (64, "off")), False), (((1, "full"), (64, "wk")), True)],
@@ -600,18 +610,30 @@ def test_whole_needs_ops_that_split_the_graph(
 def test_auto_builds_what_the_measurement_needs(
     engine, monkeypatch: pytest.MonkeyPatch, points: tuple, whole: bool
 ):
-    from vllm.dsa.overlap import auto, measured
-
-    entry = auto.Entry("0.28.0", "h200", cases.HEADS, cases.INDEX_HEADS, "FULL", points)
-    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({"0.28.0"}))
-    monkeypatch.setattr(measured, "MEASURED", (entry,))
-    monkeypatch.setattr(attaching.provenance, "read", lambda: SimpleNamespace(line="0.28.0"))
+    measure(monkeypatch, points)
     overlap = attaching.attach(engine.layer)
     assert overlap.indexer_first is whole and not overlap._pieces
     assert [overlap._choose(tokens) for tokens in (1, 64)] == [Mode(mode) for _, mode in points]
     engine.layer.num_heads += 1  # another shape is not measured
     engine.compilation.static_forward_context.clear()
     assert attaching.attach(engine.layer) is None
+
+
+@pytest.mark.parametrize("case", ["split", "invariant", "unmeasured"])
+def test_auto_says_where_it_cannot_do_what_was_measured(engine, monkeypatch: pytest.MonkeyPatch, case: str):
+    """Not wk in place of full, which was not chosen; and nothing is said where nothing was measured."""
+    measure(monkeypatch, ((1, "full"), (64, "full")))
+    if case == "split":
+        engine.compilation.splitting_ops = []
+        reason = "indexer and attention do not split the graph"
+    else:
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        reason = "VLLM_BATCH_INVARIANT=1"
+    if case == "unmeasured":
+        engine.layer.num_heads += 1
+    assert attaching.attach(engine.layer) is None and engine.config.additional_config == {}
+    declined = [row for row in outcomes() if row[0] == "declined"]
+    assert [row[1] for row in declined] == ([] if case == "unmeasured" else [reason])
 
 
 # Graphs.

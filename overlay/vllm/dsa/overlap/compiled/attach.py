@@ -38,26 +38,28 @@ def attach(wrapper: Any) -> LayerOverlap | None:
     if mode is Mode.OFF:
         return None
     config = get_current_vllm_config()
-    native = mode is Mode.NATIVE
-    reason = (
-        gates.config_reason(config)
-        or (None if isinstance(config.additional_config, dict) else "additional_config is no dictionary")
-        or why_not(wrapper)
-        or (why_not_native(wrapper, config) if native else None)
-    )
-    if reason:
-        _decline(mode, reason)
-        return None
+    native, whole = mode is Mode.NATIVE, mode is Mode.FULL
     choose: Callable[[int], Mode] = lambda _tokens: mode  # noqa: E731
-    whole = mode is Mode.FULL
     if mode is Mode.AUTO:
         entry = measured(wrapper, config)
         if entry is None:
             return None  # said at start-up
         choose = entry.mode
         whole = any(chosen == Mode.FULL.value for _, chosen in entry.points)
-    if whole and (reason := why_not_whole(config)):
-        _decline(mode, f"{reason}: no more than wk")
+    reason = (
+        gates.config_reason(config)
+        or (None if isinstance(config.additional_config, dict) else "additional_config is no dictionary")
+        or why_not(wrapper)
+        or (why_not_native(wrapper, config) if native else None)
+    )
+    no_whole = why_not_whole(config) if whole and not reason else None
+    if no_whole and mode is Mode.AUTO:
+        reason = no_whole  # less than full was not chosen
+    if reason:
+        features.report_declined(FEATURE, reason)
+        return None
+    if no_whole:
+        features.report_declined(FEATURE, f"{no_whole}: no more than wk")
         whole = False
 
     from vllm.utils.torch_utils import aux_stream
@@ -100,12 +102,6 @@ def _remember(config: VllmConfig, traced: str) -> None:
         known.sort()
 
 
-def _decline(mode: Mode, reason: str) -> None:
-    """Say it where the mode was asked for; ``auto`` did not promise anything."""
-    if mode is not Mode.AUTO:
-        features.report_declined(FEATURE, reason)
-
-
 def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
     """Return what ``auto`` knows about this layer's shape on this card, or None."""
     from vllm.config import CUDAGraphMode
@@ -114,7 +110,8 @@ def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
     line = provenance.read().line
     if auto.unmeasured(config) is not None:
         return None
-    return auto.find(line, card_here(), wrapper.num_heads, wrapper.indexer.n_head, "FULL" if full else "NONE")
+    heads, index_heads = wrapper.num_heads, getattr(wrapper.indexer, "n_head", 0)
+    return auto.find(line, card_here(), heads, index_heads, "FULL" if full else "NONE")
 
 
 def why_not(wrapper: Any) -> str | None:
