@@ -491,21 +491,23 @@ def test_off_attaches_nothing(engine, monkeypatch: pytest.MonkeyPatch, switch: d
 
 def test_what_is_traced_is_part_of_the_key_of_artifacts(engine, monkeypatch: pytest.MonkeyPatch):
     """``auto`` and a mode that declines trace other graphs with the same switch, so on another card."""
-    config = VllmConfig()
-    engine.config.additional_config = config.additional_config
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
-    upstream = config.compute_hash()
-    engine.compilation.splitting_ops = []  # no more than wk
-    attaching.attach(engine.layer)
-    keys = [upstream, config.compute_hash()]
-    config.additional_config.clear()
-    engine.compilation.static_forward_context.clear()
-    engine.compilation.splitting_ops = cases.splitting_ops()
-    attaching.attach(engine.layer)
-    keys.append(config.compute_hash())
-    engine.compilation.static_forward_context.clear()
-    attaching.attach(engine.layer)  # a second layer changes nothing
-    assert len(set(keys)) == 3 and config.compute_hash() == keys[-1]
+    config = VllmConfig()
+
+    def key(*splitting_ops: str) -> str:
+        engine.compilation.static_forward_context.clear()
+        engine.compilation.splitting_ops = splitting_ops
+        attaching.attach(engine.layer)
+        config.additional_config = engine.config.additional_config
+        return config.compute_hash()
+
+    given = engine.config.additional_config
+    keys = [config.compute_hash(), key()]  # no more than wk
+    engine.config.additional_config = given
+    keys.append(key(*cases.splitting_ops()))
+    assert len(set(keys)) == 3
+    assert key(*cases.splitting_ops()) == keys[-1]  # another layer
+    assert given == {}
 
 
 def _hashed_otherwise(engine):

@@ -96,10 +96,9 @@ def _remember(config: VllmConfig, traced: str) -> None:
     The switch, which is one already, does not say it alone: what ``auto`` knows about this card and whether a
     mode was declined decide too, and an artifact that forks needs its layers.
     """
-    known = config.additional_config.setdefault(TRACED, [])
-    if traced not in known:
-        known.append(traced)
-        known.sort()
+    known = config.additional_config.get(TRACED, [])
+    # Not changed in place: a caller may have given the same dictionary to several engines.
+    config.additional_config = config.additional_config | {TRACED: sorted({*known, traced})}
 
 
 def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
