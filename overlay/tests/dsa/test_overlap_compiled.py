@@ -621,6 +621,20 @@ def test_auto_builds_what_the_measurement_needs(
     assert attaching.attach(engine.layer) is None
 
 
+@pytest.mark.parametrize(("sequences", "runs"), [(64, True), (65, False)])
+def test_auto_leaves_upstreams_graph_where_larger_batches_may_come(
+    engine, monkeypatch: pytest.MonkeyPatch, sequences: int, runs: bool
+):
+    """They would run in the same compiled graph, in which they were not measured."""
+    from vllm.dsa.overlap import auto
+
+    measure(monkeypatch, ((1, "full"), (64, "full")))
+    engine.config.scheduler_config = SimpleNamespace(max_num_seqs=sequences)
+    assert (attaching.attach(engine.layer) is not None) is runs
+    reason = None if runs else "auto acts as off: measured up to 64 sequences, max_num_seqs is 65"
+    assert auto.unmeasured(engine.config) == reason
+
+
 @pytest.mark.parametrize("case", ["split", "invariant", "unmeasured"])
 def test_auto_says_where_it_cannot_do_what_was_measured(engine, monkeypatch: pytest.MonkeyPatch, case: str):
     """Not wk in place of full, which was not chosen; and nothing is said where nothing was measured."""

@@ -18,6 +18,8 @@ from vllm.dsa.overlap.mode import Mode
 # whose modes Inductor fuses otherwise, those of the same compiled graph without a fork, and of `off` without
 # combo kernels. A test demands the stored rows of it.
 CHECKED_IN_ENGINE: frozenset[str] = frozenset({"0.28.0", "0.33.0"})
+# The line on which one compiled graph serves all batches, those too for which nothing forks.
+COMPILED = "0.28.0"
 NOT_CHECKED = "auto acts as off: measured faster, but not yet compared with off in an engine on a card"
 
 
@@ -82,7 +84,8 @@ def unmeasured(config: Any | None) -> str | None:
     Args:
         config: a VllmConfig, or None where there is no engine.
     """
-    if provenance.read().line not in CHECKED_IN_ENGINE:
+    line = provenance.read().line
+    if line not in CHECKED_IN_ENGINE:
         return NOT_CHECKED
     if config is None:
         return None
@@ -98,7 +101,17 @@ def unmeasured(config: Any | None) -> str | None:
         return f"auto acts as off: not measured with a KV cache of {cache}"
     if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
         return "auto acts as off: not measured with HiSparse"
+    most = getattr(getattr(config, "scheduler_config", None), "max_num_seqs", 0)
+    if line == COMPILED and most > (counted := most_sequences(line)):
+        return f"auto acts as off: measured up to {counted} sequences, max_num_seqs is {most}"
     return None
+
+
+def most_sequences(line: str) -> int:
+    """The largest batch that was measured on a line."""
+    from vllm.dsa.overlap.measured import MEASURED
+
+    return max((entry.points[-1][0] for entry in MEASURED if entry.line == line), default=0)
 
 
 def graph_kind(config: Any) -> str:
