@@ -274,7 +274,9 @@ def test_auto_runs_what_was_measured(monkeypatch):
 def with_model(config: SimpleNamespace, heads: int = 4) -> SimpleNamespace:
     """The configuration of two tensor-parallel ranks with ``heads // 2`` heads each."""
     config.model_config = SimpleNamespace(
-        hf_text_config=SimpleNamespace(num_attention_heads=heads, index_n_heads=3, index_topk=4)
+        hf_text_config=SimpleNamespace(
+            model_type="deepseek_v32", num_attention_heads=heads, index_n_heads=3, index_topk=4
+        )
     )
     config.parallel_config.tensor_parallel_size = 2
     return config
@@ -294,6 +296,8 @@ def test_auto_takes_no_other_configurations_measurement(monkeypatch, other):
     )
     monkeypatch.setattr(measured, "MEASURED", (other, entry()))
     assert features.status(overlap, model.config).state is features.State.ACTIVE
+    model.config.model_config.hf_text_config.model_type = "deepseek_v4"  # has an indexer, calls no overlap
+    assert features.status(overlap, model.config).state is features.State.OFF
     assert features.status(overlap, with_model(model.config, heads=8)).state is features.State.OFF
 
 

@@ -18,6 +18,8 @@ from vllm.dsa.overlap.mode import Mode
 # whose modes Inductor fuses otherwise, those of the same compiled graph without a fork, and of `off` without
 # combo kernels. A test demands the stored rows of it.
 CHECKED_IN_ENGINE: frozenset[str] = frozenset({"0.28.0", "0.33.0"})
+# Models whose layers call this; other models with an indexer may have as many heads.
+MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 # The line on which one compiled graph serves all batches, those too for which nothing forks.
 COMPILED = "0.28.0"
 NOT_CHECKED = "auto acts as off: measured faster, but not yet compared with off in an engine on a card"
@@ -132,6 +134,8 @@ def knows(config: Any, line: str, card: str) -> bool:
         card: see `card_slug`.
     """
     text = config.model_config.hf_text_config
+    if getattr(text, "model_type", "") not in MODEL_TYPES:
+        return False
     heads = text.num_attention_heads // config.parallel_config.tensor_parallel_size
     return find(line, card, heads, text.index_n_heads, graph_kind(config)) is not None
 
