@@ -185,13 +185,13 @@ def test_a_line_without_the_hook_does_not_claim_the_feature(tmp_path: Path, monk
     assert str(features.status(FEATURE)) == "unavailable (this line does not call it)"
 
 
-@pytest.mark.skipif(HOOKED, reason="this line was measured")
-def test_auto_acts_as_off_until_the_line_is_measured(monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.skipif(HOOKED, reason="auto is on on this line")
+def test_auto_acts_as_off_until_the_line_gains_enough(monkeypatch: pytest.MonkeyPatch):
     assert features.status(FEATURE).state is State.OFF
     assert features.status(FEATURE).reason.startswith("auto acts as off")
-    monkeypatch.setattr(feature, "COMPILED_IS_MEASURED", True)
+    monkeypatch.setattr(feature, "COMPILED_IS_WORTH_IT", True)
     assert features.status(FEATURE).state is not State.OFF
-    monkeypatch.setattr(feature, "COMPILED_IS_MEASURED", False)
+    monkeypatch.setattr(feature, "COMPILED_IS_WORTH_IT", False)
     monkeypatch.setenv("VLLM_DSA_FUSED_Q", "on")
     assert features.status(FEATURE).state is not State.OFF
 

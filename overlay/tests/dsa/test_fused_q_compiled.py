@@ -254,8 +254,8 @@ def test_switched_on_upstreams_constructor_takes_the_op(construct, monkeypatch: 
     monkeypatch.setenv("VLLM_DSA_FUSED_Q", "on")
     assert construct().dsa_pack_query is compiled.pack_index_q
     monkeypatch.setenv("VLLM_DSA_FUSED_Q", "auto")
-    for measured, taken in ((False, None), (True, compiled.pack_index_q)):
-        monkeypatch.setattr(feature, "COMPILED_IS_MEASURED", measured)
+    for worth_it, taken in ((False, None), (True, compiled.pack_index_q)):
+        monkeypatch.setattr(feature, "COMPILED_IS_WORTH_IT", worth_it)
         assert construct().dsa_pack_query is taken
     assert not counters.snapshot("fused_q")
     assert construct(cuda=False).dsa_pack_query is None
