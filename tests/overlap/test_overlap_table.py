@@ -80,15 +80,15 @@ def test_stored_rows_show_full_faster_at_every_point_and_auto_as_good(
 def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
     table: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such a line needs the rows of a check for every shape that auto knows there."""
+    """Every shape that auto knows needs the rows of a check, on 0.28.0 those of `full`."""
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(ROOT / "overlay"))
     auto, measured = (importlib.import_module(f"vllm.dsa.overlap.{name}") for name in ("auto", "measured"))
-    entries = [entry for entry in measured.MEASURED if entry.line in auto.CHECKED_IN_ENGINE]
+    entries = list(measured.MEASURED)
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         del sys.modules[name]
-    assert {entry.line for entry in entries} == auto.CHECKED_IN_ENGINE
+    assert {entry.line for entry in entries} >= auto.CHECKED_IN_ENGINE
     for entry in entries:
         file = table.RESULTS / f"{entry.line}-{entry.card}.json"
         shape = f"phase=check heads={entry.heads} index={entry.index_heads} "
