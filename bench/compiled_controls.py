@@ -12,43 +12,10 @@ import argparse
 from collections.abc import Callable
 from typing import Any
 
-#: Clock cycles of a delay: some 1 ms, far more than a layer takes.
-DELAY = 2_000_000
+from late_lane import LATE, late_lane
+
 AGAIN, SERIAL = "again", "serial"
-LATE = ("main-before", "main-after", "side-begin", "side-end")
 NAMES = (AGAIN, SERIAL, *LATE)
-
-
-def late_lane(where: str, stream: Any) -> Any:
-    """A lane to ``stream`` of which one branch is late, so that a missing wait shows."""
-    import torch
-    from vllm.dsa.overlap.streams import Lane
-
-    class Late(Lane):
-        def fork(self) -> None:
-            if where == "main-before":
-                torch.cuda._sleep(DELAY)
-            super().fork()
-            if where == "main-after":
-                torch.cuda._sleep(DELAY)
-
-        def wait_for_fork(self) -> None:
-            super().wait_for_fork()
-            if where == "side-begin":
-                torch.cuda._sleep(DELAY)
-
-        def side(self, body: Any, *args: Any, **kwargs: Any) -> Any:
-            def delayed(*args: Any, **kwargs: Any) -> Any:
-                if where == "side-begin":
-                    torch.cuda._sleep(DELAY)
-                result = body(*args, **kwargs)
-                if where == "side-end":
-                    torch.cuda._sleep(DELAY)
-                return result
-
-            return super().side(delayed, *args, **kwargs)
-
-    return Late(stream)
 
 
 class Controls:

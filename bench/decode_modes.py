@@ -12,37 +12,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-#: Where a branch of a fork can be held up, and the clock cycles of it: some 1 ms, far more than a layer.
-LATE = ("main-before", "main-after", "side-begin", "side-end")
-DELAY = 2_000_000
-
-
-def late_lane(where: str) -> Any:
-    """A lane of which one branch is late, so that a missing wait shows."""
-    import torch
-    from vllm.dsa.overlap.schedule import _side_stream
-    from vllm.dsa.overlap.streams import Lane
-
-    class Late(Lane):
-        def fork(self) -> None:
-            if where == "main-before":
-                torch.cuda._sleep(DELAY)
-            super().fork()
-            if where == "main-after":
-                torch.cuda._sleep(DELAY)
-
-        def side(self, body: Any, *args: Any, **kwargs: Any) -> Any:
-            def delayed(*args: Any, **kwargs: Any) -> Any:
-                if where == "side-begin":
-                    torch.cuda._sleep(DELAY)
-                result = body(*args, **kwargs)
-                if where == "side-end":
-                    torch.cuda._sleep(DELAY)
-                return result
-
-            return super().side(delayed, *args, **kwargs)
-
-    return Late(_side_stream())
+from late_lane import late_lane
 
 
 class Modes:
@@ -70,7 +40,7 @@ class Modes:
         Args:
             name: of this set.
             mode: one of ``VLLM_INDEXER_OVERLAP``.
-            late: which branch is held up, see `LATE`.
+            late: which branch is held up, see `late_lane.LATE`.
 
         Returns:
             ``graph_MiB`` (memory taken by the capture) and ``forks`` (what the capture decided, by reason).
@@ -79,7 +49,7 @@ class Modes:
         import vllm.envs as envs
         from vllm.config import set_current_vllm_config
         from vllm.dsa import counters
-        from vllm.dsa.overlap.schedule import make_overlap
+        from vllm.dsa.overlap.schedule import _side_stream, make_overlap
 
         os.environ["VLLM_INDEXER_OVERLAP"] = mode
         cached = envs._is_envs_cache_enabled()
@@ -89,7 +59,7 @@ class Modes:
             envs.enable_envs_cache()
         if late:
             for overlap in overlaps:
-                overlap._lane = late_lane(late)
+                overlap._lane = late_lane(late, _side_stream())
         self._sets[name] = (overlaps, [({}, {}) for _ in self.managers])
         self.use(name)
         pool = torch.cuda.graph_pool_handle()

@@ -23,7 +23,7 @@ class Variant(NamedTuple):
     Attributes:
         name: is in that of the raw results.
         mode: one of `MODES`.
-        late: which branch is held up, see `decode_modes.LATE`.
+        late: which branch is held up, see `late_lane.LATE`.
         exact: whether the top-k is exact_topk's.
         again: off for the n-th time after the first: what differs there is not the overlap's doing.
     """

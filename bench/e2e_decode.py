@@ -104,7 +104,7 @@ def parser() -> argparse.ArgumentParser:
         "--late",
         type=lambda text: text.split(","),
         default=[],
-        help="with check --in-process: also hold up a branch of the last mode (decode_modes.LATE)",
+        help="with check --in-process: also hold up a branch of the last mode (late_lane.LATE)",
     )
     made.add_argument(
         "--controls",

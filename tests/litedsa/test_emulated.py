@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,20 +14,16 @@ HEADS = (8, 16, 32)
 SELECTIONS = ("random", "identical", "disjoint", "shared", "single", "short", "last", "holes", "twice")
 
 
-def build(sources: Path, target: Path) -> None:
-    compiler = shutil.which("g++")
-    assert compiler, "the tests of the kernels need g++"
-    command = [
-        *(compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
-        *(f"-I{HERE}", f"-I{sources}", '-DDSA_HOST_EMULATION="emulator.h"'),
-        *(str(HERE / "emulate.cc"), "-o", str(target)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="session")
+def build(build_emulated: Callable[..., None]) -> Callable[[Path, Path], None]:
+    def build(sources: Path, target: Path) -> None:
+        build_emulated(HERE / "emulate.cc", "emulator.h", [HERE, sources], target)
+
+    return build
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(build: Callable[[Path, Path], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("emulated") / "emulate"
     build(SOURCES, target)
     return target
@@ -76,7 +72,9 @@ def test_lengths_around_a_tile(program: Path, k: int) -> None:
         ("litedsa_layout.cuh", "(piece ^ (row % 8))", "piece", "output differs"),
     ],
 )
-def test_a_defect_is_found(tmp_path: Path, file: str, before: str, after: str, says: str) -> None:
+def test_a_defect_is_found(
+    build: Callable[[Path, Path], None], tmp_path: Path, file: str, before: str, after: str, says: str
+) -> None:
     for path in SOURCES.glob("litedsa*.cuh"):
         text = path.read_text(encoding="utf-8")
         if path.name == file:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,20 +15,16 @@ EMULATOR = HERE.parent / "litedsa"
 FRESH, LIST, MERGE = "0", "1", "16"
 
 
-def build(sources: Path, target: Path) -> None:
-    compiler = shutil.which("g++")
-    assert compiler, "the tests of the kernels need g++"
-    command = [
-        *(compiler, "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"),
-        *(f"-I{HERE}", f"-I{EMULATOR}", f"-I{sources}", '-DDSA_HOST_EMULATION="emulate_warp.h"'),
-        *(str(HERE / "emulate_select.cc"), "-o", str(target)),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="session")
+def build(build_emulated: Callable[..., None]) -> Callable[[Path, Path], None]:
+    def build(sources: Path, target: Path) -> None:
+        build_emulated(HERE / "emulate_select.cc", "emulate_warp.h", [HERE, EMULATOR, sources], target)
+
+    return build
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def program(build: Callable[[Path, Path], None], tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("emulated") / "emulate_select"
     build(SOURCES, target)
     return target
@@ -58,7 +54,7 @@ def test_sizes_around_k(program: Path, seed: int) -> None:
                 assert said == "ok", (shape, n, k, warps, said)
 
 
-def test_a_defect_is_found(tmp_path: Path) -> None:
+def test_a_defect_is_found(build: Callable[[Path, Path], None], tmp_path: Path) -> None:
     """Of the keys of the last bin one too few is taken."""
     for path in SOURCES.glob("litetopk*.cuh"):
         text = path.read_text(encoding="utf-8")

@@ -93,6 +93,8 @@ def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
         file = table.RESULTS / f"{entry.line}-{entry.card}.json"
         shape = f"phase=check heads={entry.heads} index={entry.index_heads} "
         rows = [row for row in json.loads(file.read_text())["rows"] if shape in row["case"]]
+        if entry.line in auto.CHECKED_IN_ENGINE:
+            assert [row for row in rows if "mode=auto " in row["case"]], "auto itself must have run there"
         if entry.line == "0.28.0":
             demand_of_compiled(rows)
             continue
