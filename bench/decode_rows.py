@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 import argparse
-import datetime
 import statistics
-import subprocess
 from typing import Any
 
 import compiled_controls
+import run_info
 from decode_plan import points, variants
 
 
@@ -160,15 +159,5 @@ def varied(start: dict[str, Any]) -> bool:
 
 
 def about(args: argparse.Namespace, start: dict[str, Any]) -> dict[str, Any]:
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0]
-    except FileNotFoundError:
-        driver = "unknown"
-    return {
-        "commit": args.commit,
-        "driver": driver,
-        "torch": start.get("torch", "unknown"),
-        "date": datetime.date.today().isoformat(),
-        "layers": args.layers,
-    } | ({"in_process": True} if args.in_process else {})
+    more = {"layers": args.layers} | ({"in_process": True} if args.in_process else {})
+    return run_info.facts(args.commit, start.get("torch", "unknown")) | more

@@ -13,7 +13,6 @@ engine for A and one for B. Prints one JSON row per metric and appends them to `
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import random
@@ -27,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_model
 import results_file
+import run_info
 
 TOP_LOGPROBS = 20
 
@@ -154,18 +154,11 @@ def compare(a: list[dict], b: list[dict]) -> tuple[bool, float, float]:
 
 
 def rows(args: argparse.Namespace, result: dict[str, Any]) -> list[dict[str, Any]]:
-    import torch
-
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     common = {
         "runs": len(result["A"]["seconds"]),
-        "commit": args.commit,
-        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.strip(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
         "settings": args.sets,
         "layers": args.layers,
-    }
+    } | run_info.facts(args.commit)
     case = f"e2e heads={args.heads} index={args.index_heads} S={args.tokens}{args.case_suffix}"
     a, b = (statistics.median(result[name]["seconds"]) for name in "AB")
     tokens, same, worst = compare(result["A"]["answers"], result["B"]["answers"])

@@ -14,10 +14,8 @@ rows alone.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -32,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import fused_q_check
 import fused_q_neighbours
 import results_file
+import run_info
 from fused_q_cases import (
-    ROOT,
     Shape,
     call_ours,
     call_ours_0_28,
@@ -170,11 +168,6 @@ def sweep(kernels: Any, launch: Any, caches: Any, runs: int) -> None:
         )
 
 
-def git_commit() -> str:
-    out = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return out.stdout.strip() or "unknown"
-
-
 def chained(calls: list[Callable[[], Any]]) -> list[Callable[[], Any]]:
     """Put a small kernel after each call. Launched back to back, independent kernels overlap; in a decode
     step each waits for the one before, so at small token counts this is the time that counts."""
@@ -217,25 +210,15 @@ def measure(
     return rows
 
 
-def provenance(args: argparse.Namespace) -> tuple[dict[str, Any], str]:
-    """What every row says of its run, and the card's name."""
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """What every row says of its run."""
     import triton
 
-    smi = ["nvidia-smi", "--query-gpu=driver_version,name", "--format=csv,noheader"]
-    driver, card = subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0].split(", ")
-    common = {
-        "runs": args.runs,
-        "commit": args.commit,
-        "driver": driver,
-        "torch": torch.__version__,
-        "triton": triton.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-    return common, card
+    return run_info.facts(args.commit) | {"runs": args.runs, "triton": triton.__version__}
 
 
 def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> None:
-    common, card = provenance(args)
+    common, card = about(args), torch.cuda.get_device_name()
     copy = copy_tb_per_s(args.runs)
     print(f"copy {copy:.2f} TB/s")
     ceiling = {
@@ -278,7 +261,7 @@ def table(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> N
 
 def neighbours(kernels: Any, launch: Any, caches: Any, args: argparse.Namespace) -> None:
     """What stands beside the query packing, and copies of as many bytes; rows go into ``--out``."""
-    common = provenance(args)[0]
+    common = about(args)
     copy = copy_tb_per_s(args.runs)
     rows = []
     for case, nbytes, calls in fused_q_neighbours.cases(kernels, launch, caches):
@@ -315,7 +298,7 @@ def main() -> int:
     parser.add_argument("--warps", type=int)
     parser.add_argument("--runs", type=int, default=11)
     parser.add_argument("--out", type=Path, metavar="DIR")
-    parser.add_argument("--commit", default=git_commit())
+    parser.add_argument("--commit", default="")
     args = parser.parse_args()
     torch.manual_seed(0)
     kernels, launch = load_kernels(args.upstream)

@@ -22,10 +22,8 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -37,6 +35,7 @@ import decode_engine
 import e2e_prefill
 import fused_q_engine
 import results_file
+import run_info
 from fused_q_live import Live, use
 
 
@@ -109,16 +108,7 @@ def rows_of(
     args: Any, counts: dict[str, int] | None, runs: dict[str, dict[int, Any]]
 ) -> list[dict[str, Any]]:
     """Rows (results schema): how many prefills of off (baseline) and on (ours) part from the first of off."""
-    import torch
-
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    common = {
-        "commit": args.commit,
-        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0],
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "layers": args.layers,
-    }
+    common = run_info.facts(args.commit) | {"layers": args.layers}
     shape = f"heads={args.heads} index={args.index_heads}"
     shape += f" engine={args.start}" if args.keep else ""
     rows: list[dict[str, Any]] = []

@@ -22,8 +22,6 @@ rates of gathered bytes and of FLOPs; their `baseline` is the card's own measure
 from __future__ import annotations
 
 import argparse
-import datetime
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -36,6 +34,7 @@ from vllm.dsa.litedsa import kernel, plan, reference, selfcheck
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import results_file
+import run_info
 
 ROOT = Path(__file__).resolve().parents[1]
 K = 2048
@@ -277,19 +276,6 @@ def measure(heads: int, tokens: int, ratio: float, args: argparse.Namespace) -> 
     return rows
 
 
-def about() -> dict[str, Any]:
-    """With what a row was measured."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    driver = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    return {
-        "commit": commit.stdout.strip() or "unknown",
-        "driver": driver,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def shapes(name: str) -> list[tuple[int, int, float]]:
     """Return (heads, tokens, union ratio); ratios go from 1 to the group size."""
     found = []
@@ -319,7 +305,7 @@ def main() -> None:
     wrong = [selfcheck.check("cuda", heads, 300, args.kv == "fp8") for heads in plan.HEADS]
     if any(wrong):
         raise SystemExit("the self-check failed, nothing is timed: " + "; ".join(filter(None, wrong)))
-    args.about, args.ceilings = about(), ceilings()
+    args.about, args.ceilings = run_info.facts(), ceilings()
     print(f"this card: copy {args.ceilings[0]:.2f} TB/s, BF16 {args.ceilings[1]:.0f} TFLOP/s", flush=True)
     out = args.out or ROOT / f"bench/results/litedsa/{args.line}-h200.json"
     for shape in shapes(args.set):

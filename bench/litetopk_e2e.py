@@ -27,11 +27,9 @@ fused had none.
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -43,6 +41,7 @@ import e2e_prefill
 import litetopk_compare
 import overlap_tp
 import results_file
+import run_info
 
 SWITCH = "VLLM_LITETOPK"
 SHORT = 5000  # tokens of the longest short prompt among `e2e_prefill.answers`
@@ -156,17 +155,10 @@ def rows(
     args: argparse.Namespace, tokens: int, min_keys: int | None, result: dict[str, Any]
 ) -> list[dict[str, Any]]:
     """Rows of the results schema."""
-    import torch
-
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
     common = {
         "runs": len(result["on"]["seconds"]),
-        "commit": args.commit,
-        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0].strip(),
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
         "layers": args.layers,
-    }
+    } | run_info.facts(args.commit)
     off, on = result["off"], result["on"]
     a, b = statistics.median(off["seconds"]), statistics.median(on["seconds"])
     same, equal, worst = e2e_prefill.compare(off["answers"], on["answers"])

@@ -19,12 +19,10 @@ from __future__ import annotations
 
 import argparse
 import ctypes
-import datetime
 import itertools
 import json
 import random
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -35,6 +33,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results_file
+import run_info
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "overlay" / "tests"))
@@ -271,26 +270,6 @@ def measure(up: Upstream, shape: Shape, args: argparse.Namespace) -> list[dict[s
     return result
 
 
-def about(line: str, commit: str) -> dict[str, Any]:
-    """Where and with what a row was measured."""
-    driver = subprocess.run(
-        ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"],
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout.split()[0]
-    if not commit:
-        head = ["git", "rev-parse", "--short", "HEAD"]
-        commit = subprocess.run(head, cwd=ROOT, capture_output=True, text=True).stdout.strip() or "unknown"
-    return {
-        "line": line,
-        "commit": commit,
-        "driver": driver,
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def matrix() -> list[Shape]:
     """Return the shapes of the RFC's grid that fit one gather, in an order whose beginnings are stratified.
 
@@ -365,7 +344,7 @@ def main() -> None:
     args = parser.parse_args()
     begun = time.monotonic()
     out = args.out or ROOT / f"bench/results/litetopk/{args.line}-h200.json"
-    args.about = about(args.line, args.commit)
+    args.about = {"line": args.line} | run_info.facts(args.commit)
     up = Upstream(args.upstream, args.top_k_library)
     rows: list[dict[str, Any]] = []
     shapes = [shape for name in args.set for shape in shapes_of(name, args.shapes)]

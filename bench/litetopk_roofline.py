@@ -24,6 +24,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import litetopk_operator
 import results_file
+import run_info
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = ROOT / "overlay/csrc/dsa"
@@ -75,7 +76,7 @@ def main() -> None:
     args = parser.parse_args()
     from vllm.dsa import kernels
 
-    common = {key: v for key, v in litetopk_operator.about(args.line, args.commit).items() if key != "line"}
+    common = run_info.facts(args.commit)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         with ThreadPoolExecutor() as pool:

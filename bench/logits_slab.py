@@ -12,7 +12,6 @@ of compute capability 9.0 and a vLLM with a patched DeepGEMM (docs/deepgemm.md).
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
 import subprocess
 import sys
@@ -21,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results_file
+import run_info
 
 BUDGET = 512 << 20
 
@@ -76,23 +76,6 @@ def run(way: str, args: argparse.Namespace) -> list[int]:
     return reserved
 
 
-def about(args: argparse.Namespace) -> dict[str, Any]:
-    """What each row says of its run."""
-    import torch
-
-    commit = args.commit
-    if not commit:
-        done = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, check=False)
-        commit = done.stdout.strip()
-    return {
-        "runs": 1,
-        "commit": commit,
-        "torch": torch.__version__,
-        "driver": driver(),
-        "date": datetime.date.today().isoformat(),
-    }
-
-
 def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[str, Any]]:
     mib = {way: [value / 2**20 for value in values] for way, values in found.items()}
     peak = {way: max(values) for way, values in mib.items()}
@@ -108,15 +91,11 @@ def rows_of(found: dict[str, list[int]], args: argparse.Namespace) -> list[dict[
                 "ours": value["slab"],
             }
             | {"ratio": ratio, "unit": "MiB"}
-            | about(args)
+            | {"runs": 1}
+            | run_info.facts(args.commit)
         )
     rows[0]["series_MiB"] = {"baseline": mib["own"], "ours": mib["slab"]}
     return rows
-
-
-def driver() -> str:
-    argv = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    return subprocess.run(argv, capture_output=True, text=True, check=False).stdout.strip().split("\n")[0]
 
 
 def plot(found: dict[str, list[int]], args: argparse.Namespace) -> None:

@@ -36,6 +36,7 @@ import e2e_model
 import e2e_prefill
 import logits_slab
 import results_file
+import run_info
 
 #: Tokens of the prompt that is answered twice.
 SHORT = 32768
@@ -226,7 +227,8 @@ def bits_row(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
         "ours": 1.0,
         "ratio": 1.0,
         "compared": totals,
-    } | logits_slab.about(args)
+        "runs": 1,
+    } | run_info.facts(args.commit)
 
 
 def parser_for(text: str | None) -> argparse.ArgumentParser:

@@ -21,9 +21,9 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_prefill
-import logits_slab
 import logits_slab_engine
 import results_file
+import run_info
 
 SWITCH = "VLLM_INDEXER_LOGITS_SLAB"
 
@@ -67,7 +67,7 @@ def row(found: dict[str, Any], args: argparse.Namespace) -> dict[str, Any]:
     return (
         {"case": case, "metric": "prefill", "unit": "s"}
         | {"baseline": baseline, "ours": ours, "ratio": baseline / ours}
-        | logits_slab.about(args)
+        | run_info.facts(args.commit)
         | {"runs": len(on), "layers": args.layers, "baseline_seconds": off, "ours_seconds": on}
     )
 

@@ -12,12 +12,10 @@ from __future__ import annotations
 
 import argparse
 import collections
-import datetime
 import json
 import math
 import os
 import re
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
@@ -28,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 import e2e_prefill
 import fused_q_engine
 import results_file
+import run_info
 
 #: Kernels of torch and of the driver that copy within the device.
 _COPY = re.compile(r"copy_kernel|CatArray|Memcpy DtoD", re.IGNORECASE)
@@ -122,17 +121,7 @@ def decode(engine: e2e_prefill.Engine, batch: int, tokens: int, steps: int) -> A
 
 def rows_of(args: Any, case: str, tokens: int, seen: Any) -> list[dict[str, Any]]:
     """Rows of one profile; ``tokens`` is the least number of tokens of a step in it."""
-    import torch
-
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    common = {
-        "unit": "1",
-        "commit": args.commit,
-        "driver": subprocess.run(smi, capture_output=True, text=True).stdout.split("\n")[0],
-        "torch": torch.__version__,
-        "date": datetime.date.today().isoformat(),
-        "runs": 1,
-    }
+    common = run_info.facts(args.commit) | {"unit": "1", "runs": 1}
     kernels, found = seen
     sizes = [[name[:100], size, n] for (name, size), n in collections.Counter(found).items()]
     large = [c for c in sizes if c[1] is None or c[1] >= tokens * NARROWEST]

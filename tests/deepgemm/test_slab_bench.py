@@ -57,7 +57,7 @@ def test_a_run_without_the_buffer_is_refused(bench: ModuleType) -> None:
 def test_equal_logits_are_a_row_and_others_or_none_are_refused(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bench.logits_slab, "about", lambda args: {"commit": args.commit})
+    monkeypatch.setattr(bench.run_info, "facts", lambda commit: {"commit": commit})
     args = SimpleNamespace(heads=16, index_heads=64, tokens=4096, steps=512, commit="c")
     totals = {"chunks": 8, "logits": 1000, "differ": 0}
     row = bench.bits_row({"compared": totals, "did": ACTIVE}, args)
@@ -72,7 +72,7 @@ def test_times_are_of_runs_that_used_the_buffer_with_on_alone(
     bench: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     times = importlib.import_module("logits_slab_times")
-    monkeypatch.setattr(bench.logits_slab, "about", lambda args: {"commit": args.commit})
+    monkeypatch.setattr(bench.run_info, "facts", lambda commit: {"commit": commit})
     args = SimpleNamespace(heads=16, index_heads=64, tokens=4096, steps=512, layers=3, commit="c")
     seconds = {"off": [3.0, 1.0, 2.0], "on": [1.0, 9.0, 1.0]}
     row = times.row({"seconds": seconds, "more": 1 << 20, "did": ACTIVE}, args)
