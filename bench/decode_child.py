@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +54,8 @@ def start_engine(args: argparse.Namespace, plan: Plan) -> tuple[Any, dict[str, A
     import torch
     from decode_engine import Engine
 
+    if not args.in_process and os.environ.get("VLLM_INDEXER_OVERLAP") == "auto":
+        let_auto_act(args.auto_up_to)
     if args.what == "check" and args.exact_topk:
         import exact_topk
 
@@ -94,6 +98,10 @@ def one_mode(args: argparse.Namespace, plan: Plan, engine: Any, result: dict[str
         result["points"][f"B={batch} ctx={context}"] = found
         args.child.write_text(json.dumps(result))
         print(f"{args.what} B={batch} ctx={context} done", flush=True)
+    if args.what == "check":
+        from vllm.dsa import counters
+
+        result["forks"] = counters.snapshot("overlap")
     if args.controls:
         import compiled_controls
 
@@ -115,12 +123,21 @@ def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> N
     print(f"auto: {measured.MEASURED}", flush=True)
 
 
-def let_auto_act() -> None:
-    """Let ``auto`` of this process do what was measured, checked or not: here it is what is looked at."""
+def let_auto_act(up_to: int = 0) -> None:
+    """Let ``auto`` of this process do what was measured, checked or not: here it is what is looked at.
+
+    Args:
+        up_to: tokens up to which it does what it does at the most that were measured, if that is less.
+    """
     from vllm.dsa import provenance
-    from vllm.dsa.overlap import auto
+    from vllm.dsa.overlap import auto, measured
 
     auto.CHECKED_IN_ENGINE |= {provenance.read().line}
+    for entry in measured.MEASURED:
+        most, mode = entry.points[-1]
+        if up_to > most:
+            further = dataclasses.replace(entry, points=(*entry.points, (up_to, mode)))
+            measured.MEASURED = tuple(further if one is entry else one for one in measured.MEASURED)
 
 
 def profiled(args: argparse.Namespace, batch: int) -> bool:

@@ -38,9 +38,9 @@ class Variant(NamedTuple):
 def points(args: argparse.Namespace) -> list[tuple[int, int]]:
     """Batch and context of every point, in the order in which they are measured."""
     if args.what == "check":
-        return CHECKS
+        return CHECKS + args.also
     found = [(batch, context) for context in args.context for batch in args.batch]
-    return found + [(batch, LONG) for batch in args.long_batch]
+    return found + [(batch, LONG) for batch in args.long_batch] + args.also
 
 
 def settings(args: argparse.Namespace) -> dict[str, Any]:

@@ -121,7 +121,8 @@ def check_rows(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]])
             more = {"off_passes": [pair[0] for pair in against]} if len(against) > 1 else {}
             if "forks" in found[name][0]:
                 forks = found[name][0]["forks"]
-                more["forked"] = sum(row["count"] for row in forks if row["outcome"] == "forked")
+                # The compiled line counts its two forks apart: "wk forked", "indexer forked".
+                more["forked"] = sum(row["count"] for row in forks if row["outcome"].endswith("forked"))
             more |= {"ties": ours["ties"]} if "ties" in ours else {}
             if not args.in_process and offs[0] is not None:
                 more |= compiled_controls.differences(offs[0], ours)

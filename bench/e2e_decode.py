@@ -75,6 +75,12 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",") if part]
 
 
+def pairs(text: str) -> list[tuple[int, int]]:
+    """``256x900,512x300`` as (batch, context)."""
+    found = [part.split("x") for part in text.split(",") if part]
+    return [(int(batch), int(context)) for batch, context in found]
+
+
 def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument(
@@ -94,6 +100,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--batch", type=numbers, default=[1, 4, 16, 32, 64])
     made.add_argument("--context", type=numbers, default=[4096, 8192, 32768])
     made.add_argument("--long-batch", type=numbers, default=[1, 4], help=f"batches at {LONG} tokens")
+    made.add_argument("--also", type=pairs, default=[], help="more points, of a check too: 256x900,512x300")
     made.add_argument("--steps", type=int, default=300, help="timed steps per point")
     made.add_argument("--profile", type=int, default=10, help="profiled steps per point after the timed ones")
     made.add_argument("--prefill", type=int, default=0, help="also time this many prefills per context")
@@ -128,6 +135,13 @@ def parser() -> argparse.ArgumentParser:
         "--known-auto",
         action="store_true",
         help="with time --in-process: auto knows what is stored and takes turns with the others",
+    )
+    made.add_argument(
+        "--auto-up-to",
+        type=int,
+        default=0,
+        metavar="TOKENS",
+        help="auto does up to so many tokens what it does at the most that were measured",
     )
     made.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
     made.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")

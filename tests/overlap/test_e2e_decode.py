@@ -64,6 +64,45 @@ def test_points_and_what_the_engine_is_told(decode: ModuleType, checks: list[tup
     assert told["llm"]["speculative_config"] == {"method": "mtp", "num_speculative_tokens": 2}
 
 
+def test_further_points_are_measured_last(decode: ModuleType) -> None:
+    words = ["--batch", "1", "--context", "4096", "--long-batch", "", "--also", "256x900,512x300"]
+    args = decode.parser().parse_args(["time", *words])
+    assert decode.points(args) == [(1, 4096), (256, 900), (512, 300)]
+    assert decode.settings(args)["batches"] == [1, 256, 512]
+    check = decode.points(decode.parser().parse_args(["check", *words]))
+    assert check[-2:] == [(256, 900), (512, 300)] and check[0] == (1, 700)
+
+
+def test_auto_acts_in_a_start_that_is_to_show_what_it_does(
+    decode: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(str(BENCH.parent / "overlay"))
+    auto, measured = (importlib.import_module(f"vllm.dsa.overlap.{name}") for name in ("auto", "measured"))
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset())
+    points = ((1, "full"), (64, "full"))
+    one, other = auto.Entry("l", "c", 16, 64, "FULL", points), auto.Entry("l", "c", 8, 32, "FULL", points)
+    monkeypatch.setattr(measured, "MEASURED", (one, other))
+    told = importlib.import_module("decode_child")
+    told.let_auto_act(64)
+    assert (one, other) == measured.MEASURED and len(auto.CHECKED_IN_ENGINE) == 1
+    told.let_auto_act(512)
+    assert [entry.points for entry in measured.MEASURED] == [(*points, (512, "full"))] * 2
+    assert measured.MEASURED[1].mode(100) is auto.Mode.FULL
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_forks_of_both_kinds_are_counted(decode: ModuleType, tmp_path: Path) -> None:
+    args = arguments(decode, tmp_path, "--modes", "off,auto")
+    outcomes = {"wk forked": 3, "indexer forked": 4, "wk inline": 5}
+    forks = [{"outcome": outcome, "count": count} for outcome, count in outcomes.items()]
+    auto = start({"B=1 ctx=700": checked("a")}) | {"forks": forks}
+    rows = decode.check_rows(args, {"off": [start({"B=1 ctx=700": checked("a")})], "auto": [auto]})
+    assert [row["forked"] for row in rows] == [7, 7]
+
+
 def test_cases_are_as_the_results_format_has_them(decode: ModuleType) -> None:
     case = importlib.import_module("decode_rows").case
     args = decode.parser().parse_args(["time"])
