@@ -55,7 +55,7 @@ def start_engine(args: argparse.Namespace, plan: Plan) -> tuple[Any, dict[str, A
     from decode_engine import Engine
 
     if not args.in_process and os.environ.get("VLLM_INDEXER_OVERLAP") == "auto":
-        let_auto_act(args.auto_up_to)
+        let_auto_act(args.auto_up_to, args.auto_weights)
     if args.what == "check" and args.exact_topk:
         import exact_topk
 
@@ -119,25 +119,31 @@ def teach(args: argparse.Namespace, found: dict[str, list[dict[str, Any]]]) -> N
     rows = decode_rows.time_rows(args, found)
     made = overlap_table.entries(overlap_table.collect([(args.line, card, rows)]))
     let_auto_act()
-    measured.MEASURED = tuple(auto.Entry(*key, tuple(points)) for key, points in made)
+    measured.MEASURED = tuple(auto.Entry(*key, tuple(points), weights) for (*key, weights), points in made)
     print(f"auto: {measured.MEASURED}", flush=True)
 
 
-def let_auto_act(up_to: int = 0) -> None:
+def let_auto_act(up_to: int = 0, weights: str = "") -> None:
     """Let ``auto`` of this process do what was measured, checked or not: here it is what is looked at.
 
     Args:
         up_to: tokens up to which it does what it does at the most that were measured, if that is less.
+        weights: with such weights (`vllm.dsa.overlap.auto.weights_kind`) it does as with unquantised ones.
     """
     from vllm.dsa import provenance
     from vllm.dsa.overlap import auto, measured
 
     auto.CHECKED_IN_ENGINE |= {provenance.read().line}
+    entries = []
     for entry in measured.MEASURED:
+        if weights:
+            if entry.weights:
+                continue
+            entry = dataclasses.replace(entry, weights=weights)
         most, mode = entry.points[-1]
-        if up_to > most:
-            further = dataclasses.replace(entry, points=(*entry.points, (up_to, mode)))
-            measured.MEASURED = tuple(further if one is entry else one for one in measured.MEASURED)
+        further = ((up_to, mode),) if up_to > most else ()
+        entries.append(dataclasses.replace(entry, points=(*entry.points, *further)))
+    measured.MEASURED = tuple(entries)
 
 
 def profiled(args: argparse.Namespace, batch: int) -> bool:
@@ -152,7 +158,7 @@ def check_in_turn(
     from vllm.dsa import counters
 
     if "auto" in args.modes:
-        let_auto_act()
+        let_auto_act(args.auto_up_to, args.auto_weights)
     for name, mode, late, exact, _ in plan.variants:
         exact_topk.on = exact
         if exact:
@@ -182,7 +188,7 @@ def time_in_turn(
     """Every point is timed in all modes and rounds before the next one; the files are written after each."""
     fixed = [mode for mode in args.modes if mode != "auto" or args.known_auto]
     if args.known_auto:
-        let_auto_act()
+        let_auto_act(args.auto_up_to, args.auto_weights)
     turns = [(mode, number) for number in range(args.rounds) for mode in fixed[:: 1 - 2 * (number % 2)]]
     results: dict[tuple[str, int], dict[str, Any]] = {}
 

@@ -143,6 +143,9 @@ def parser() -> argparse.ArgumentParser:
         metavar="TOKENS",
         help="auto does up to so many tokens what it does at the most that were measured",
     )
+    made.add_argument(
+        "--auto-weights", default="", metavar="fp8", help="auto does with these what it does with unquantised"
+    )
     made.add_argument("--hf-config", type=json.loads, default={}, metavar="JSON")
     made.add_argument("--llm", type=json.loads, default={}, metavar="JSON", help="arguments for vllm.LLM")
     made.add_argument("--raw", default="build/overlap-raw", help="folder of what each start measured")

@@ -31,14 +31,15 @@ LEAST_NOISE = 0.005
 LEAST_CONTEXTS = 3
 CASE = re.compile(
     r"mode=(?P<mode>[\w.]+) phase=decode heads=(?P<heads>\d+) index=(?P<index>\d+) graph=(?P<graph>\w+)"
-    r" B=(?P<batch>\d+) ctx=(?P<context>\d+)"
+    r" B=(?P<batch>\d+) ctx=(?P<context>\d+)(?: quant=(?P<weights>\w+))?"
 )
 
 DOCSTRING = (
     '"""What ``auto`` knows. Written by ``bench/overlap_table.py --write`` from bench/results; '
     'do not edit."""'
 )
-Key = tuple[str, str, int, int, str]
+#: The fields of `vllm.dsa.overlap.auto.Entry` without its points.
+Key = tuple[str, str, int, int, str, str]
 
 
 @dataclass
@@ -79,7 +80,7 @@ def collect(measured: list[tuple[str, str, list[dict[str, Any]]]]) -> dict[Key, 
                 continue
             # The decode graphs of all modes of vLLM that have full ones are the same: what `auto` asks for.
             graph = "FULL" if match["graph"].startswith("FULL") else match["graph"]
-            key = (line, card, int(match["heads"]), int(match["index"]), graph)
+            key = (line, card, int(match["heads"]), int(match["index"]), graph, match["weights"] or "")
             point = found[key][int(match["batch"])]
             point.ratios[match["mode"]][int(match["context"])] = row["ratio"]
     return found
@@ -116,11 +117,11 @@ def text(made: list[tuple[Key, list[tuple[int, str]]]]) -> str:
         "#: GPU time of decode graphs, compared with off at several contexts.",
         "MEASURED: tuple[Entry, ...] = (",
     ]
-    for (line, card, heads, index_heads, graph), points in made:
+    for (line, card, heads, index_heads, graph, weights), points in made:
         head += ["    Entry(", f'        "{line}",', f'        "{card}",', f"        {heads},"]
         head += [f"        {index_heads},", f'        "{graph}",', "        ("]
         head += [f'            ({batch}, "{mode}"),' for batch, mode in points]
-        head += ["        ),", "    ),"]
+        head += ["        ),", *([f'        "{weights}",'] if weights else []), "    ),"]
     return "\n".join([*head, ")"]) + "\n"
 
 
@@ -128,7 +129,7 @@ def reasons(found: dict[Key, dict[int, Point]]) -> str:
     """What was compared for every choice, for a person to read."""
     lines: list[str] = []
     for key, points in sorted(found.items()):
-        lines.append("line {} card {} heads {} index {} graph {}".format(*key))
+        lines.append("line {} card {} heads {} index {} graph {} {}".format(*key).rstrip())
         for batch, point in sorted(points.items()):
             shown: dict[str, Any] = {
                 mode: [round(ratio, 3) for _, ratio in sorted(point.ratios[mode].items())]

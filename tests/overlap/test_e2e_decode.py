@@ -90,6 +90,8 @@ def test_auto_acts_in_a_start_that_is_to_show_what_it_does(
     told.let_auto_act(512)
     assert [entry.points for entry in measured.MEASURED] == [(*points, (512, "full"))] * 2
     assert measured.MEASURED[1].mode(100) is auto.Mode.FULL
+    told.let_auto_act(weights="fp8")
+    assert [entry.weights for entry in measured.MEASURED] == ["fp8"] * 2
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
 
@@ -400,7 +402,7 @@ def test_an_auto_that_knows_takes_its_turn_with_the_others(
 ) -> None:
     told = importlib.import_module("decode_child")
     acts: list[str] = []
-    monkeypatch.setattr(told, "let_auto_act", lambda: acts.append("auto"))
+    monkeypatch.setattr(told, "let_auto_act", lambda *_: acts.append("auto"))
     command = [
         "time",
         "--in-process",

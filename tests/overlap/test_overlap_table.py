@@ -65,7 +65,7 @@ def stored(table: ModuleType, metric: str, mode: str, heads: int, index: int) ->
 def test_stored_rows_show_full_faster_at_every_point_and_auto_as_good(
     table: ModuleType, heads: int, index: int
 ) -> None:
-    points = table.read(table.RESULTS)["0.33.0", "h200", heads, index, "FULL"]
+    points = table.read(table.RESULTS)["0.33.0", "h200", heads, index, "FULL", ""]
     worst, noise = table.auto_gap(points)
     assert worst >= 1 - noise and noise < 0.02
     full = stored(table, "graph", "full", heads, index)
@@ -213,6 +213,33 @@ def test_what_is_written_is_what_auto_reads(
         "FULL",
     )
     assert [entry.mode(tokens).value for tokens in (1, 2, 16, 64)] == ["full", "off", "off", "off"]
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+def test_quantised_weights_are_an_entry_of_their_own(
+    table: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results(tmp_path / "results", {("full", 1): [1.06, 1.05, 1.02]})
+    file = tmp_path / "results" / "0.33.0-h200.json"
+    data = json.loads(file.read_text())
+    slower = {"full": 0.9, "off": 1.0}
+    for row in [row for row in data["rows"] if row["metric"] == "graph" and "freq" not in row["case"]]:
+        ratio = slower[row["case"].split()[0].removeprefix("mode=")]
+        data["rows"].append(row | {"case": f"{row['case']} quant=fp8", "ratio": ratio})
+    file.write_text(json.dumps(data))
+    written = tmp_path / "measured.py"
+    where = ["--results", str(tmp_path / "results"), "--table", str(written), "--write"]
+    assert table.main(where) == 0 and "fp8" not in written.read_text()
+    for row in [row for row in data["rows"] if row["case"].endswith("quant=fp8") and row["ratio"] == 0.9]:
+        row["ratio"] = 1.05
+    file.write_text(json.dumps(data))
+    assert table.main(where) == 0
+    monkeypatch.syspath_prepend(str(ROOT / "overlay"))
+    for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
+        monkeypatch.delitem(sys.modules, name)
+    entries = runpy.run_path(str(written))["MEASURED"]
+    assert [(entry.weights, entry.points) for entry in entries] == [("", ((1, "full"),)), ("fp8", ((1, "full"),))]
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
 

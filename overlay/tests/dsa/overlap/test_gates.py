@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """When the overlap of line 0.33.0 must not fork: every gate, on upstream's patched attention module."""
 
+import dataclasses
 import importlib.util
 import logging
 from pathlib import Path
@@ -332,6 +333,54 @@ def test_auto_takes_an_engine_of_another_kind_for_unmeasured(monkeypatch, what):
     assert [schedule.make_overlap(layer, model.config) for layer in model.layers] == [None] * 3
     monkeypatch.setenv("VLLM_INDEXER_OVERLAP", "full")
     assert schedule.make_overlap(model.layers[0], model.config) is not None
+
+
+def weights_of(blocks: list[int] | None, scheme: str = "dynamic"):
+    """Upstream's configuration of FP8 weights."""
+    from vllm.model_executor.layers.quantization.fp8 import Fp8Config
+
+    return Fp8Config(activation_scheme=scheme, weight_block_size=blocks)
+
+
+@pytest.mark.parametrize(
+    ("quant", "kind"),
+    [
+        (lambda: None, ""),
+        (lambda: weights_of([128, 128]), "fp8"),
+        (lambda: weights_of([64, 128]), None),
+        (lambda: weights_of(None), None),
+        (lambda: weights_of(None, "static"), None),
+        (object, None),
+    ],
+)
+def test_auto_knows_weights_by_kind(monkeypatch, quant, kind):
+    """FP8 in blocks of 128 x 128 may have been measured; what is quantised otherwise was not."""
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
+    model = Model(monkeypatch)
+    model.config.quant_config = quant()
+    assert auto.weights_kind(model.config) == kind
+    for stored in ("", "fp8"):
+        monkeypatch.setattr(measured, "MEASURED", (dataclasses.replace(entry(), weights=stored),))
+        made = schedule.make_overlap(model.layers[0], model.config)
+        assert (made is not None) is (stored == kind)
+        said = feature.probe(model.config)
+        if kind == stored or kind == "":
+            assert said.state is features.State.ACTIVE  # of this model's heads nothing is known here
+        else:
+            unmeasured = "auto acts as off: not measured with quantised weights"
+            assert said == features.Status(features.State.OFF, unmeasured)
+
+
+def test_auto_forks_by_what_was_measured_with_the_same_weights(monkeypatch):
+    monkeypatch.setattr(auto, "CHECKED_IN_ENGINE", frozenset({provenance.read().line}))
+    slow = dataclasses.replace(entry(), points=((1, "off"), (16, "wk")))
+    monkeypatch.setattr(measured, "MEASURED", (slow, dataclasses.replace(entry(), weights="fp8")))
+    model = Model(monkeypatch)
+    model.config.quant_config = weights_of([128, 128])
+    for layer in model.layers:
+        layer._indexer_overlap = schedule.make_overlap(layer, model.config)
+    model.run(tokens=4, passes=1)
+    assert counted("forked") == {"full": 2}
 
 
 def test_the_names_of_cards():

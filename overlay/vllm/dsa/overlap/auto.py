@@ -21,6 +21,8 @@ CHECKED_IN_ENGINE: frozenset[str] = frozenset({"0.33.0"})
 MODEL_TYPES = ("deepseek_v32", "glm_moe_dsa")
 # The line on which one compiled graph serves all batches, those too for which nothing forks.
 COMPILED = "0.28.0"
+#: `Entry.weights` of FP8 weights in blocks, also upstream's name of that quantisation.
+FP8 = "fp8"
 NOT_CHECKED = "auto acts as off: measured faster, but not yet run as auto in an engine of this line on a card"
 
 
@@ -35,6 +37,7 @@ class Entry:
         index_heads: heads of the indexer.
         graph: ``FULL`` if decode runs as full CUDA graphs, else ``NONE``.
         points: (token count, mode value) in rising order of token counts; each was measured.
+        weights: see `weights_kind`.
     """
 
     line: str
@@ -43,6 +46,7 @@ class Entry:
     index_heads: int
     graph: str
     points: tuple[tuple[int, str], ...]
+    weights: str = ""
 
     def mode(self, tokens: int) -> Mode:
         """The mode for ``tokens``. Between two measured counts both must have chosen it; outside, OFF."""
@@ -61,15 +65,33 @@ def card_slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower().removeprefix("nvidia")).strip("-")
 
 
-def find(line: str, card: str, heads: int, index_heads: int, graph: str) -> Entry | None:
-    """The stored measurement of exactly this configuration, or None."""
+def find(
+    line: str, card: str, heads: int, index_heads: int, graph: str, weights: str | None = ""
+) -> Entry | None:
+    """The stored measurement of exactly this configuration, or None. The arguments are fields of `Entry`."""
     from vllm.dsa.overlap.measured import MEASURED
 
-    key = (line, card, heads, index_heads, graph)
+    key = (line, card, heads, index_heads, graph, weights)
     for entry in MEASURED:
-        if (entry.line, entry.card, entry.heads, entry.index_heads, entry.graph) == key:
+        if (entry.line, entry.card, entry.heads, entry.index_heads, entry.graph, entry.weights) == key:
             return entry
     return None
+
+
+def weights_kind(config: Any) -> str | None:
+    """`Entry.weights` of an engine: empty if unquantised, ``fp8`` in FP8 blocks of 128 x 128 with dynamic
+    scales of activations (as the released DeepSeek-V3.2 has them), None if quantised otherwise.
+
+    Args:
+        config: a VllmConfig.
+    """
+    quant = getattr(config, "quant_config", None)
+    if quant is None:
+        return ""
+    blocks = getattr(quant, "weight_block_size", None)
+    dynamic = getattr(quant, "activation_scheme", "") == "dynamic"
+    named = callable(getattr(quant, "get_name", None)) and quant.get_name() == FP8
+    return FP8 if named and dynamic and list(blocks or ()) == [128, 128] else None
 
 
 def has_card(line: str, card: str) -> bool:
@@ -85,6 +107,8 @@ def unmeasured(config: Any | None) -> str | None:
     Args:
         config: a VllmConfig, or None where there is no engine.
     """
+    from vllm.dsa.overlap.measured import MEASURED
+
     line = provenance.read().line
     if line not in CHECKED_IN_ENGINE:
         return NOT_CHECKED
@@ -92,7 +116,8 @@ def unmeasured(config: Any | None) -> str | None:
         return None
     if getattr(config, "speculative_config", None) is not None:
         return "auto acts as off: not measured with speculative decoding"
-    if getattr(config, "quant_config", None) is not None:
+    weights = weights_kind(config)
+    if weights != "" and not any((entry.line, entry.weights) == (line, weights) for entry in MEASURED):
         return "auto acts as off: not measured with quantised weights"
     parallel = getattr(config, "parallel_config", None)
     if getattr(parallel, "decode_context_parallel_size", 1) > 1:
@@ -136,7 +161,7 @@ def knows(config: Any, line: str, card: str) -> bool:
     if getattr(text, "model_type", "") not in MODEL_TYPES:
         return False
     heads = text.num_attention_heads // config.parallel_config.tensor_parallel_size
-    return find(line, card, heads, text.index_n_heads, graph_kind(config)) is not None
+    return find(line, card, heads, text.index_n_heads, graph_kind(config), weights_kind(config)) is not None
 
 
 def no_measurement(card: str) -> str:

@@ -110,7 +110,8 @@ def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
     if auto.unmeasured(config) is not None:
         return None
     heads, index_heads = wrapper.num_heads, getattr(wrapper.indexer, "n_head", 0)
-    return auto.find(line, card_here(), heads, index_heads, "FULL" if full else "NONE")
+    graph, weights = "FULL" if full else "NONE", auto.weights_kind(config)
+    return auto.find(line, card_here(), heads, index_heads, graph, weights)
 
 
 def why_not(wrapper: Any) -> str | None:
