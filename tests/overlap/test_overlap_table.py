@@ -239,7 +239,10 @@ def test_quantised_weights_are_an_entry_of_their_own(
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     entries = runpy.run_path(str(written))["MEASURED"]
-    assert [(entry.weights, entry.points) for entry in entries] == [("", ((1, "full"),)), ("fp8", ((1, "full"),))]
+    assert [(entry.weights, entry.points) for entry in entries] == [
+        ("", ((1, "full"),)),
+        ("fp8", ((1, "full"),)),
+    ]
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
 
