@@ -621,18 +621,34 @@ def test_auto_builds_what_the_measurement_needs(
     assert attaching.attach(engine.layer) is None
 
 
-@pytest.mark.parametrize(("sequences", "runs"), [(64, True), (65, False)])
+@pytest.mark.parametrize(
+    ("sequences", "captured", "runs"),
+    [
+        (64, None, True),
+        (65, None, False),
+        (65, 128, False),
+        (1024, 64, True),
+        (1024, 512, False),
+        (64, 512, True),
+    ],
+)
 def test_auto_leaves_upstreams_graph_where_larger_batches_may_come(
-    engine, monkeypatch: pytest.MonkeyPatch, sequences: int, runs: bool
+    engine, monkeypatch: pytest.MonkeyPatch, sequences: int, captured: int | None, runs: bool
 ):
-    """They would run in the same compiled graph, in which they were not measured."""
-    from vllm.dsa.overlap import auto
+    """Their decode graphs would be of the same compiled code, in which they were not measured."""
+    from vllm.dsa.overlap import auto, measured
 
     measure(monkeypatch, ((1, "full"), (64, "full")))
+    further = auto.Entry(
+        "0.28.0", "h200", cases.HEADS + 1, cases.INDEX_HEADS, "FULL", ((1, "full"), (512, "full"))
+    )
+    monkeypatch.setattr(measured, "MEASURED", (*measured.MEASURED, further))
     engine.config.scheduler_config = SimpleNamespace(max_num_seqs=sequences)
+    engine.compilation.max_cudagraph_capture_size = captured
     assert (attaching.attach(engine.layer) is not None) is runs
-    reason = None if runs else "auto acts as off: measured up to 64 sequences, max_num_seqs is 65"
-    assert auto.unmeasured(engine.config) == reason
+    most = min(sequences, captured or sequences)
+    reason = f"auto acts as off: measured up to 64 sequences, decode graphs hold up to {most}"
+    assert auto.unmeasured(engine.config) == (None if runs else reason)
 
 
 @pytest.mark.parametrize("case", ["split", "invariant", "unmeasured"])

@@ -127,17 +127,28 @@ def unmeasured(config: Any | None) -> str | None:
         return f"auto acts as off: not measured with a KV cache of {cache}"
     if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
         return "auto acts as off: not measured with HiSparse"
-    most = getattr(getattr(config, "scheduler_config", None), "max_num_seqs", 0)
+    most = decoded_in_graphs(config)
     if line == COMPILED and most > (counted := most_sequences(line)):
-        return f"auto acts as off: measured up to {counted} sequences, max_num_seqs is {most}"
+        return f"auto acts as off: measured up to {counted} sequences, decode graphs hold up to {most}"
     return None
 
 
 def most_sequences(line: str) -> int:
-    """The largest batch that was measured on a line."""
+    """The batch up to which all entries of a line were measured."""
     from vllm.dsa.overlap.measured import MEASURED
 
-    return max((entry.points[-1][0] for entry in MEASURED if entry.line == line), default=0)
+    return min((entry.points[-1][0] for entry in MEASURED if entry.line == line), default=0)
+
+
+def decoded_in_graphs(config: Any) -> int:
+    """The most sequences that an engine decodes in one CUDA graph, as far as its configuration tells.
+
+    Args:
+        config: a VllmConfig.
+    """
+    most: int = getattr(getattr(config, "scheduler_config", None), "max_num_seqs", 0)
+    captured = getattr(getattr(config, "compilation_config", None), "max_cudagraph_capture_size", None)
+    return min(most, captured) if captured else most
 
 
 def graph_kind(config: Any) -> str:
