@@ -2,13 +2,13 @@
 //
 //   score[i, j] = k_scale[j] * sum_h weights[i, h] * max(0, q[i, h, :] . k[j, :])        for ks[i] <= j < ke[i]
 //
-// One CTA takes a block of kRows queries (kRows * heads = 256) and streams the keys of their ranges, 64 at a time, through shared
+// A worker, one of two or three in a CTA, takes a block of kRows queries (kRows * heads = 256) and streams the keys of their ranges, 64 at a time, through shared
 // memory (tensor-map copies into a ring per warpgroup). The keys are wgmma's M side and the 256 (query, head) pairs its N side, in an
 // order that gives each thread all heads of its queries, so that a head sum needs no shuffle.
 //
 // Selection: all scores of the newest `fill_tiles` tiles are stored; then each row's k best of them are kept and the k-th best is the row's
 // gate. Of all later scores only those that pass the gate are appended to the row's list; when a list could overflow before the next
-// check, the CTA stops, the list is cut to its k best (exactly, by 64-bit keys) and the gate rises. So no list ever overflows and
+// check, the worker stops, the list is cut to its k best (exactly, by 64-bit keys) and the gate rises. So no list ever overflows and
 // nothing that could belong to the k best is dropped. The lists lie in global memory, one per row *in flight*: their size does not
 // depend on the number of queries or keys. Each warp appends to its own segment of a list, without atomics, so that the result,
 // order included, is the same on every run. With `splits` > 1 the key ranges of the last blocks are cut into parts, each part leaves
@@ -68,13 +68,14 @@ inline int64_t round_up(int64_t n) { return (n + 255) / 256 * 256; }
 
 template <int kHeads, bool kDense>
 int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params& p, int ctas, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(Shared<Config<kHeads>::kGroups>) + 1024;
+  constexpr int kWorkers = Config<kHeads>::kWorkers, kBytes = kWorkers * sizeof(Shared<Config<kHeads>::kGroups>) + 1024;
   cudaError_t status =
       cudaFuncSetAttribute(scan_kernel<kHeads, kDense>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return static_cast<int>(status);
   status = cudaMemsetAsync(p.counter, 0, sizeof(unsigned), stream);
   if (status != cudaSuccess) return static_cast<int>(status);
-  scan_kernel<kHeads, kDense><<<min(ctas, p.items), Config<kHeads>::kThreads, kBytes, stream>>>(k_map, scale_map, p);
+  scan_kernel<kHeads, kDense><<<min(p.workers, (ctas + kWorkers - 1) / kWorkers), kWorkers * Config<kHeads>::kThreads, kBytes, stream>>>(
+      k_map, scale_map, p);
   int code = launch_status();
   const int cut = merged_rows(p.queries, kHeads, p.whole, p.splits);
   if (code != DSA_OK || kDense || cut == 0) return code;
@@ -100,7 +101,7 @@ DSA_EXPORT int64_t dsa_litetopk_workspace_bytes(int64_t queries, int32_t heads, 
 // only the arguments decide, then -1 up to k. dense: null, or fp32 [queries, keys] that gets the scores of all columns in range instead (out is not written then).
 // q, k and k_scale are 16-byte aligned, q_stride is a multiple of 16. workspace: dsa_litetopk_workspace_bytes, 256-byte aligned.
 // The rest affects speed only. whole: blocks of 256 / heads queries whose ranges are not cut, the last queries first; splits: parts of
-// every other block's range; ctas: CTAs launched at most; segment: candidates per warp and row between two cuts, even, at least
+// every other block's range; ctas: workers at most; segment: candidates per warp and row between two cuts, even, at least
 // 32 * check_tiles; check_tiles: tiles between two checks; fill_tiles: tiles stored whole. k is even and at most 64 * fill_tiles.
 DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_values, const float* k_scale, const float* weights,
                             int64_t weights_stride, const int32_t* ks, const int32_t* ke, int32_t* out, int64_t out_stride,
@@ -148,6 +149,7 @@ DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_value
   p.whole = whole;
   p.splits = splits;
   p.items = static_cast<int>(items);
+  p.workers = min(ctas, p.items);
   p.capacity = capacity;
   p.segment = segment;
   const int groups = heads == 64 ? Config<64>::kGroups : Config<32>::kGroups;

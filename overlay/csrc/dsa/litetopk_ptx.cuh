@@ -45,6 +45,17 @@ __device__ __forceinline__ void named_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// named_sync that tells whether any of the threads said so.
+__device__ __forceinline__ bool named_or(int id, int threads, bool said) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbarrier.cta.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(said))
+      : "memory");
+  return any;
+}
+
 // The same pointer; the compiler keeps it instead of computing it again at each use.
 __device__ __forceinline__ uint64_t* opaque(uint64_t* p) {
   asm("" : "+l"(p));

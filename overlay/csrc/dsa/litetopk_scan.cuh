@@ -1,4 +1,4 @@
-// The device side of dsa_litetopk (litetopk.cu explains it): one CTA's scan of its blocks, and the merge of cut ranges.
+// The device side of dsa_litetopk (litetopk.cu explains it): one worker's scan of its blocks, and the merge of cut ranges.
 #pragma once
 
 #include <cuda.h>
@@ -25,17 +25,18 @@ constexpr int kMaxRows = 8;
 constexpr int kMergeThreads = 512;
 constexpr int kWeightPad = 36;  // floats per (chunk, lane) group of 32 weights: four lanes read four groups without bank conflicts
 
-// Chosen by measurement. Groups: warpgroups per CTA. More CTAs per multiprocessor keep the tensor cores busy while one of them selects;
-// weights in registers (168 per thread) save shared-memory bandwidth, weights in shared memory (128) allow one warpgroup more.
+// Chosen by measurement. A CTA has a multiprocessor for itself and parts it among workers, which know nothing of each other; a CTA for each
+// worker was 2 to 10 % slower. Groups: warpgroups of a worker. More workers keep the tensor cores busy while one of them selects; weights in
+// registers (168 per thread) save shared-memory bandwidth, weights in shared memory (128) allow one warpgroup more.
 template <int kHeads>
 struct Config {
   static constexpr int kGroups = kHeads == 64 ? 1 : 2;
-  static constexpr int kCtasPerSm = kHeads == 64 ? 3 : 2;
+  static constexpr int kWorkers = kHeads == 64 ? 3 : 2;
   static constexpr bool kRegisterWeights = kHeads == 64;
   static constexpr int kAddedRelu = 2;             // bit 0: of even heads, bit 1: of odd heads; see relu
   static constexpr int kRows = kColumns / kHeads;  // queries per block
   static constexpr int kWarps = 4 * kGroups;
-  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kThreads = 32 * kWarps;  // of a worker
 };
 
 struct Params {
@@ -48,10 +49,10 @@ struct Params {
   int32_t* out;
   int64_t out_stride;  // elements
   float* dense;        // [queries, keys] scores, debugging only
-  uint64_t* lists;     // [grid, kRows, capacity]
+  uint64_t* lists;     // [workers, kRows, capacity]
   uint64_t* parts;     // [queries with cut ranges, splits, k]
   unsigned* counter;
-  int queries, keys, k, whole, splits, items;
+  int queries, keys, k, whole, splits, items, workers;
   int capacity, segment, limit, check_tiles, fill_tiles;
 };
 
@@ -81,11 +82,11 @@ struct __align__(1024) Shared {
 };
 
 template <int kHeads>
-__device__ __forceinline__ void load_item(const Params& p, Item& item, int lane, bool initial) {
+__device__ __forceinline__ void load_item(const Params& p, Item& item, int worker, int lane, bool initial) {
   constexpr int kRows = kColumns / kHeads;
-  unsigned next = blockIdx.x;
+  unsigned next = worker;
   if (!initial) {
-    if (lane == 0) next = gridDim.x + atomicAdd(p.counter, 1u);
+    if (lane == 0) next = p.workers + atomicAdd(p.counter, 1u);
     next = __shfl_sync(~0u, next, 0);
   }
   if (next >= static_cast<unsigned>(p.items)) {
@@ -207,7 +208,7 @@ __device__ __forceinline__ float finish_score(float sum, float scale) {
 }
 
 // One warpgroup's ring of key tiles. Fetching keeps no state, so that the warps can take turns: the work of one thread delays a whole
-// warpgroup, and its warp's scheduler serves the same warp of all CTAs.
+// warpgroup, and its warp's scheduler serves the same warp of all workers.
 struct Ring {
   int first;                // stage of slot 0
   int slot = 0, phase = 0;  // next tile to consume
@@ -239,18 +240,19 @@ struct Ring {
 
 template <int kHeads, bool kDense>
 __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, const CUtensorMap* scale_map,
-                                     Shared<Config<kHeads>::kGroups>& s, int thread) {
+                                     Shared<Config<kHeads>::kGroups>& s, int worker, int local, int thread) {
   constexpr int kRows = Config<kHeads>::kRows, kGroups = Config<kHeads>::kGroups, kWarps = Config<kHeads>::kWarps;
   constexpr bool kRegisterWeights = Config<kHeads>::kRegisterWeights;
   constexpr int kLaneRows = kRows / 4;  // queries whose heads a lane holds
   const int warp = static_cast<unsigned>(thread) / 32, lane = static_cast<unsigned>(thread) % 32;
   const int group = kGroups == 1 ? 0 : warp / 4;
   const int key_row = warp % 4 * 16 + lane / 4;  // and key_row + 8
-  uint64_t* lists = ptx::opaque(p.lists + static_cast<int64_t>(blockIdx.x) * kRows * p.capacity);
+  uint64_t* lists = ptx::opaque(p.lists + static_cast<int64_t>(worker) * kRows * p.capacity);
   const uint64_t q_desc = ptx::wgmma_descriptor(s.q);
   const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };  // within lists
   Ring ring;
   ring.first = group * kRing;
+  const auto sync = [&] { ptx::named_sync(1 + local, Config<kHeads>::kThreads); };
 
   for (int round = 0;; ++round) {
     const Item& item = s.item[round % 3];
@@ -263,9 +265,9 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
     if (thread == 128 * group)
       for (int i = 0; group + i * kGroups < min(tiles, kGroups * kRing); ++i)
         ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, group + i * kGroups) * kTile, i);
-    if (warp == kWarps - 1) load_item<kHeads>(p, s.item[(round + 1) % 3], lane, false);
+    if (warp == kWarps - 1) load_item<kHeads>(p, s.item[(round + 1) % 3], worker, lane, false);
     load_queries<kHeads>(p, s, first, thread);
-    __syncthreads();
+    sync();
 
     float gate[kLaneRows];
     unsigned cursor[kLaneRows];  // where this warp's next candidate of this lane's queries goes
@@ -397,7 +399,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
           if (lane < 4) s.count[lane + 4 * r][warp] = count;
           most = max(most, count);
         }
-        if (!__syncthreads_or(finished || filling || most > p.limit)) continue;
+        if (!ptx::named_or(1 + local, Config<kHeads>::kThreads, finished || filling || most > p.limit)) continue;
         const int whole = i <= fill ? i * kTile : 0;  // the list is still scores of all keys
         const int next = finished ? -1 : base + (begin + i - fill) * kTile;
         for (int row = warp; row < kRows; row += kWarps) {
@@ -408,7 +410,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
           }
         }
         if (finished) break;
-        __syncthreads();
+        sync();
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
           cursor[r] = segment(r);
@@ -418,7 +420,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
     }
 
     if constexpr (kDense) {
-      __syncthreads();
+      sync();
     } else {
       for (int row = warp; row < kRows && first + row < p.queries; row += kWarps) {
         if (active >> row & 1) {
@@ -436,15 +438,18 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
 }
 
 template <int kHeads, bool kDense>
-__global__ void __launch_bounds__(Config<kHeads>::kThreads, Config<kHeads>::kCtasPerSm)
+__global__ void __launch_bounds__(Config<kHeads>::kWorkers * Config<kHeads>::kThreads, 1)
     scan_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap scale_map,
                 const __grid_constant__ Params p) {
 #if DSA_SM90A
   constexpr int kStages = Config<kHeads>::kGroups * kRing;
-  using Memory = Shared<Config<kHeads>::kGroups>;
   extern __shared__ uint8_t raw[];
-  Memory& s = *reinterpret_cast<Memory*>(raw + (1024 - ptx::smem_address(raw) % 1024) % 1024);
-  const int thread = threadIdx.x;
+  using Memory = Shared<Config<kHeads>::kGroups>;
+  const int local = __shfl_sync(~0u, static_cast<unsigned>(threadIdx.x) / Config<kHeads>::kThreads, 0);
+  const int thread = static_cast<unsigned>(threadIdx.x) % Config<kHeads>::kThreads;
+  // Neighbouring workers of a CTA are far apart, so that few workers spread over all multiprocessors.
+  const int worker = static_cast<int>(local * gridDim.x + blockIdx.x);
+  Memory& s = reinterpret_cast<Memory*>(raw + (1024 - ptx::smem_address(raw) % 1024) % 1024)[local];
   if (thread == 0) {
     for (int i = 0; i < kStages; ++i) {
       ptx::barrier_init(&s.full[i], 1);
@@ -452,9 +457,9 @@ __global__ void __launch_bounds__(Config<kHeads>::kThreads, Config<kHeads>::kCta
     }
     ptx::barrier_init_fence();
   }
-  if (thread < 32) load_item<kHeads>(p, s.item[0], thread, true);
+  if (thread < 32) load_item<kHeads>(p, s.item[0], worker, thread, true);
   __syncthreads();
-  scan<kHeads, kDense>(p, &k_map, &scale_map, s, thread);
+  if (worker < p.workers) scan<kHeads, kDense>(p, &k_map, &scale_map, s, worker, local, thread);
 #else
   __trap();
 #endif
