@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Times LiteDSA against upstream's two sparse MLA kernels on Hopper, paired in one process on one GPU.
 
-    litedsa_operator.py --line 0.33.0 [--set table|quick] [--dist iid|drift|core] [--kv bf16|fp8] [--out FILE]
+    litedsa_operator.py --line 0.33.0 [--set table|quick|ceiling] [--dist iid|drift|core] [--kv bf16|fp8]
 
 Needs an installed vLLM of that line with the series' kernels. One call is what a layer runs at prefill. For
 upstream: the conversion of positions to cache rows and the attention kernel (FLASH_ATTN_MLA_SPARSE:
@@ -16,7 +16,11 @@ give that u, and draw the others anew: groups share the core.
 Each figure is the median of `--runs` calls; all variants take turns. The card is kept busy while a call is
 launched, so that a time is the card's alone. Before they are timed, each result is
 compared with LiteDSA's (outputs differ by at most 1e-2). Besides times there are rows for the
-rates of gathered bytes and of FLOPs; their `baseline` is the card's own measured rate (copy, BF16 product).
+rates of gathered bytes and of FLOPs, counted from the unions that the kernel made; their `baseline` is the
+card's own measured rate (copy, BF16 product).
+
+`--set ceiling` times no LiteDSA: flash_mla_sparse_fwd with 64 and 128 query heads, which fill its tile by
+themselves, shows what FLOP rate a well-known kernel of such a tile and gather reaches on this card.
 """
 
 from __future__ import annotations
@@ -83,16 +87,23 @@ class Case:
         blocks = torch.randperm(KEYS // BLOCK, device="cuda", generator=g).to(torch.int32)
         self.table, self.requests = blocks[None], torch.zeros(tokens, dtype=torch.int32, device="cuda")
         self.topk = selection(tokens, plan.group_size(heads), ratio, dist, 1)
-        starts = plan.group_starts([0, tokens], heads)
+        starts = plan.group_starts([0, tokens], heads, plan.WAVE)
         self.groups = len(starts) - 1
         self.starts = torch.tensor(starts, dtype=torch.int32, device="cuda")
         self.out = torch.empty(tokens, heads, 512, dtype=torch.bfloat16, device="cuda")
         self.rows = kernel.Rows(self.requests, self.table, BLOCK, BLOCK)
 
-    def ours(self) -> torch.Tensor:
+    def ours(self, counts: torch.Tensor | None = None) -> torch.Tensor:
         nope, rope = self.q[..., :512], self.q[..., 512:]
-        kernel.litedsa(nope, rope, self.kv, self.topk, self.starts, KEYS, SCALE, self.out, None, self.rows)
+        where = (KEYS, SCALE, self.out, None, self.rows, counts)
+        kernel.litedsa(nope, rope, self.kv, self.topk, self.starts, *where)
         return self.out
+
+    def entries(self) -> int:
+        """Rows that are gathered: the unions, each rounded up to a tile."""
+        counts = torch.empty(self.groups, dtype=torch.int32, device="cuda")
+        self.ours(counts)
+        return int((-(-counts // plan.TILE_KEYS)).sum()) * plan.TILE_KEYS
 
     def unions(self) -> torch.Tensor:
         """The first kernel alone, in buffers of its own for all groups that go at once."""
@@ -228,19 +239,14 @@ def measure(heads: int, tokens: int, ratio: float, args: argparse.Namespace) -> 
     extra = "" if args.dist == "iid" else f" dist={args.dist}"
     extra += "" if args.kv == "bf16" else f" kv={args.kv}"
     common = {"runs": args.runs, **args.about}
-    rows = [
-        {
-            "case": f"{shape} base={name}{extra}",
-            "metric": "time",
-            "unit": "ms",
-            "baseline": found[name],
-            "ours": found["ours"],
-            "ratio": found[name] / found["ours"],
-            **common,
-        }
-        for name in bases
-    ]
-    entries = case.groups * -(-round(ratio * K) // 64) * 64
+
+    def row(base: str, metric: str, unit: str, baseline: float, ours: float, ratio: float) -> dict[str, Any]:
+        values = {"unit": unit, "baseline": baseline, "ours": ours, "ratio": ratio}
+        return {"case": f"{shape} base={base}{extra}", "metric": metric, **values, **common}
+
+    ours, unions = found["ours"], found["unions"]
+    rows = [row(name, "time", "ms", found[name], ours, found[name] / ours) for name in bases]
+    entries = case.entries()
     row_bytes = plan.FP8_ROW_BYTES if case.fp8 else 1152
     moved = entries * row_bytes + tokens * heads * (576 + 512) * 2 + tokens * K * 4
     work = entries * 64 * (576 + 512) * 2
@@ -248,32 +254,38 @@ def measure(heads: int, tokens: int, ratio: float, args: argparse.Namespace) -> 
         ("byte_rate", "TB/s", args.ceilings[0], moved),
         ("flop_rate", "TFLOP/s", args.ceilings[1], work),
     ):
-        rate = amount / found["ours"] / 1e9
-        rows.append(
-            {
-                "case": f"{shape} base=card{extra}",
-                "metric": metric,
-                "unit": unit,
-                "baseline": ceiling,
-                "ours": rate,
-                "ratio": rate / ceiling,
-                **common,
-            }
-        )
-    rows.append(
-        {
-            "case": f"{shape} base=unions{extra}",
-            "metric": "share_of_time",
-            "unit": "ms",
-            "baseline": found["unions"],
-            "ours": found["ours"],
-            "ratio": found["unions"] / found["ours"],
-            **common,
-        }
-    )
+        rate = amount / ours / 1e9
+        rows.append(row("card", metric, unit, ceiling, rate, rate / ceiling))
+    rows.append(row("unions", "share_of_time", "ms", unions, ours, unions / ours))
     times = " ".join(f"{name} {ms:.3f}" for name, ms in found.items())
     print(f"{shape}{extra}: {times} ms, {work / found['ours'] / 1e9:.0f} TFLOP/s", flush=True)
     return rows
+
+
+def ceiling(heads: int, args: argparse.Namespace, tokens: int = 4096) -> list[dict[str, Any]]:
+    """Time flash_mla_sparse_fwd alone, with as many heads as fill its tile; return its row."""
+    from vllm.v1.attention.ops.flashmla import flash_mla_sparse_fwd
+
+    g = torch.Generator("cuda").manual_seed(heads)
+    q = torch.randn(tokens, heads, 576, device="cuda", generator=g, dtype=torch.bfloat16)
+    kv = torch.randn(KEYS, 1, 576, device="cuda", generator=g, dtype=torch.bfloat16)
+    rows = selection(tokens, 2, 2.0, "iid", 1)[:, None]  # neighbours share no key
+    ms = medians({"ceiling": lambda: flash_mla_sparse_fwd(q, kv, rows, SCALE)}, args.runs)["ceiling"]
+    rate = tokens * heads * K * (576 + 512) * 2 / ms / 1e9
+    print(f"heads={heads} T={tokens} flash_mla_sparse_fwd: {ms:.3f} ms, {rate:.0f} TFLOP/s", flush=True)
+    row = {
+        "case": f"heads={heads} T={tokens} u=1.0 base=card of=flash_mla_sparse_fwd",
+        "metric": "ceiling",
+        "unit": "TFLOP/s",
+        "baseline": args.ceilings[1],
+        "ours": rate,
+        "ratio": rate / args.ceilings[1],
+        "ms": ms,
+        "gathered_tb_per_s": tokens * K * 1152 / ms / 1e9,
+        "runs": args.runs,
+        **args.about,
+    }
+    return [row]
 
 
 def shapes(name: str) -> list[tuple[int, int, float]]:
@@ -294,7 +306,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--line", required=True)
-    parser.add_argument("--set", default="table", choices=("table", "quick"))
+    parser.add_argument("--set", default="table", choices=("table", "quick", "ceiling"))
     parser.add_argument("--dist", default="iid", choices=("iid", "drift", "core"))
     parser.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--runs", type=int, default=9)
@@ -308,6 +320,10 @@ def main() -> None:
     args.about, args.ceilings = run_info.facts(), ceilings()
     print(f"this card: copy {args.ceilings[0]:.2f} TB/s, BF16 {args.ceilings[1]:.0f} TFLOP/s", flush=True)
     out = args.out or ROOT / f"bench/results/litedsa/{args.line}-h200.json"
+    if args.set == "ceiling":
+        for heads in (64, 128):
+            results_file.add(out, "litedsa", args.line, ceiling(heads, args), replace=False)
+        return
     for shape in shapes(args.set):
         if time.monotonic() - begun > args.limit:
             print("time is up: the remaining shapes were not measured")

@@ -1,5 +1,5 @@
 // Runs dsa_litedsa's two kernels in the emulator on one case and compares them with float64.
-//   emulate FORMAT HEADS SELECTION K LAZY SEED      FORMAT: bf16, fp8, ranges
+//   emulate FORMAT HEADS SELECTION K LAZY SEED      FORMAT: bf16, fp8, ranges, or union: that kernel alone, with a long span
 // Prints the errors; exit code 0: within the limits.
 #include <cinttypes>
 #include <map>
@@ -86,11 +86,15 @@ void make(Case& c) {
   c.tokens = c.starts.back() + 2;
   c.requests.assign(c.tokens, 2);
   for (int t = c.starts[2]; t < c.tokens; ++t) c.requests[t] = 1;
+  if (c.format == "union") {  // three segments, the last one short, and blocks that no shift divides by
+    c.block_size = 48;
+    c.span = 2 * kSegment<true> + 5632;
+  }
   c.blocks = c.span / c.block_size;
   const int table_blocks = 3 * c.blocks;
   std::vector<int> where = some(table_blocks, 0, table_blocks);
   c.table.assign(where.begin(), where.end());
-  const int rows = table_blocks * c.block_size;
+  const int rows = c.format == "union" ? 0 : table_blocks * c.block_size;
   c.rows.assign(rows, std::vector<float>(c.dims));
   c.kv.assign(static_cast<size_t>(rows) * c.row_bytes + 16, 0);
   for (int r = 0; r < rows; ++r) {
@@ -143,6 +147,13 @@ std::vector<int> selected(const Case& c, int token) {
   return rows;
 }
 
+// The kernel that dsa_litedsa_union launches.
+using UnionKernel = void (*)(UnionParams);
+UnionKernel union_of(const Case& c) {
+  if (c.span > kSegment<false>) return c.heads == 8 ? union_kernel<8, true> : c.heads == 16 ? union_kernel<4, true> : union_kernel<2, true>;
+  return c.heads == 8 ? union_kernel<8, false> : c.heads == 16 ? union_kernel<4, false> : union_kernel<2, false>;
+}
+
 Unions run_union(const Case& c, unsigned seed) {
   Unions u;
   u.groups = static_cast<int>(c.starts.size()) - 1;
@@ -150,13 +161,28 @@ Unions run_union(const Case& c, unsigned seed) {
   u.slots.assign(static_cast<size_t>(u.groups) * u.capacity, -77);
   u.masks.assign(static_cast<size_t>(u.groups) * u.capacity / 64 * c.group_size, 0xabababababababab);
   u.counts.assign(u.groups, -77);
-  const int stride = c.k + 3;
+  const int stride = c.k % 4 ? c.k + 3 : c.k + 4;
   std::vector<int32_t> topk(static_cast<size_t>(c.tokens) * stride, 5);
   for (int t = 0; t < c.tokens; ++t) std::copy(c.topk[t].begin(), c.topk[t].end(), topk.begin() + static_cast<size_t>(t) * stride);
-  UnionParams p{topk.data(), stride, c.starts.data(), c.requests.data(), plain(c) ? nullptr : c.table.data(), c.blocks, u.slots.data(), u.masks.data(),
-                u.counts.data(), c.k, c.group_size, u.capacity, c.span, c.blocks, c.block_size, c.block_size};
-  if (union_shared_bytes(c.span, u.capacity, c.group_size) > emulator::kSharedBytes) wrong("union: too much shared memory");
-  for (int g = 0; g < u.groups; ++g) emulator::run(g, kUnionThreads, c.lazy, seed + g, [&] { union_kernel(p); });
+  UnionParams p{};
+  p.topk = topk.data();
+  p.topk_stride = stride;
+  p.starts = c.starts.data();
+  p.requests = c.requests.data();
+  p.table = plain(c) ? nullptr : c.table.data();
+  p.table_stride = p.table_blocks = c.blocks;
+  p.block_size = p.block_rows = c.block_size;
+  p.per_block = ((1ull << 40) + c.block_size - 1) / c.block_size;
+  p.slots = u.slots.data();
+  p.masks = u.masks.data();
+  p.counts = u.counts.data();
+  p.k = c.k;
+  p.capacity = u.capacity;
+  p.span = c.span;
+  p.fours = stride % 4 == 0 && c.k % 4 == 0;
+  if (union_shared_bytes(c.span, u.capacity) > emulator::kSharedBytes) wrong("union: too much shared memory");
+  for (int g = 0; g < u.groups; ++g)
+    emulator::run(g, kUnionThreads, c.lazy, seed + g, [&] { union_of(c)(p); });
 
   for (int g = 0; g < u.groups; ++g) {
     const std::string name = "union of group " + std::to_string(g);
@@ -225,6 +251,10 @@ int main(int argc, char** argv) {
   rng.seed(seed);
   make(c);
   Unions u = c.ranged ? make_ranges(c) : run_union(c, seed);
+  if (c.format == "union") {
+    std::printf("ok\n");
+    return 0;
+  }
 
   const int heads = c.heads, padded = c.dims + 8;
   std::vector<float> sinks(heads);

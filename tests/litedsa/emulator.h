@@ -33,6 +33,10 @@ struct uint4 {
   uint32_t x, y, z, w;
 };
 inline uint4 make_uint4(uint32_t x, uint32_t y, uint32_t z, uint32_t w) { return {x, y, z, w}; }
+struct int4 {
+  int x, y, z, w;
+};
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 using std::max;
 using std::min;
 
@@ -239,7 +243,9 @@ T __ldg(const T* p) {
   return *p;
 }
 inline int __popc(uint32_t x) { return __builtin_popcount(x); }
-inline int __ffs(int x) { return __builtin_ffs(x); }
+inline uint32_t __funnelshift_l(uint32_t low, uint32_t high, uint32_t by) {
+  return static_cast<uint32_t>((static_cast<uint64_t>(high) << 32 | low) << (by % 32) >> 32);
+}
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __uint_as_float(uint32_t u) {
   float f;
@@ -261,6 +267,14 @@ inline void __syncthreads() {
   } else {
     while (m.sync_generation == generation) emulator::yield("__syncthreads");
   }
+}
+// True in all threads if `v` holds in one.
+inline int __syncthreads_or(int v) {
+  static unsigned any[2];
+  const unsigned generation = emulator::machine().sync_generation;
+  if (v) any[generation % 2] = generation + 1;
+  __syncthreads();
+  return any[generation % 2] == generation + 1;
 }
 inline void __syncwarp() { emulator::exchange(0, "__syncwarp"); }
 template <typename T>
@@ -285,6 +299,18 @@ template <typename T>
 T __shfl_up_sync(unsigned, T v, int delta) {
   const int lane = emulator::machine().current % 32;
   return emulated_shuffle(v, lane < delta ? lane : lane - delta);
+}
+inline unsigned __ballot_sync(unsigned, bool v) {
+  const uint64_t* all = emulator::exchange(v, "vote");
+  unsigned bits = 0;
+  for (int i = 0; i < 32; ++i) bits |= static_cast<unsigned>(all[i] != 0) << i;
+  return bits;
+}
+inline int __reduce_add_sync(unsigned, int v) {
+  const uint64_t* all = emulator::exchange(static_cast<uint32_t>(v), "reduction");
+  uint32_t sum = 0;
+  for (int i = 0; i < 32; ++i) sum += static_cast<uint32_t>(all[i]);
+  return static_cast<int>(sum);
 }
 inline int __all_sync(unsigned, bool v) {
   const uint64_t* all = emulator::exchange(v, "vote");

@@ -54,6 +54,12 @@ def test_formats(program: Path, kind: str, heads: int, lazy: bool) -> None:
     assert emulate(program, kind, heads, "random", 65, lazy, heads + lazy).startswith("ok:")
 
 
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("selection", ["random", "identical", "holes", "twice"])
+def test_unions_of_a_long_span(program: Path, selection: str, heads: int) -> None:
+    assert emulate(program, "union", heads, selection, 300, heads == 16, heads) == "ok"
+
+
 def test_the_log_sum_exp_does_not_drift_with_the_tiles(program: Path) -> None:
     """Sums are left alone while no tile raises the maximum: a decay near 1 gave 4e-7 here, 1e-5 on a card."""
     said = emulate(program, "bf16", 8, "disjoint", 300, False, 8)

@@ -32,6 +32,21 @@ inline int head_shift(int32_t heads) { return heads == 8 ? 3 : heads == 16 ? 4
 
 inline bool aligned(const void* pointer, int64_t bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
+template <int kGroup, bool kLong>
+int launch_union(const UnionParams& p, int64_t groups, cudaStream_t stream) {
+  const int bytes = static_cast<int>(union_shared_bytes(p.span, p.capacity));
+  const cudaError_t status = cudaFuncSetAttribute(union_kernel<kGroup, kLong>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (status != cudaSuccess) return static_cast<int>(status);
+  union_kernel<kGroup, kLong><<<static_cast<unsigned>(groups), kUnionThreads, bytes, stream>>>(p);
+  return launch_status();
+}
+
+template <bool kLong>
+int launch_union(const UnionParams& p, int group_size, int64_t groups, cudaStream_t stream) {
+  return group_size == 8 ? launch_union<8, kLong>(p, groups, stream) : group_size == 4 ? launch_union<4, kLong>(p, groups, stream)
+                                                                                       : launch_union<2, kLong>(p, groups, stream);
+}
+
 template <int kBlocks, bool kFp8>
 int launch(const AttendParams& p, int64_t groups, cudaStream_t stream) {
   constexpr int kBytes = sizeof(AttendShared<kBlocks, kFp8>) + 1024;
@@ -59,11 +74,11 @@ DSA_EXPORT int dsa_litedsa_union(const int32_t* topk, int64_t topk_stride, const
   using namespace dsa::litedsa;
   if (groups == 0) return DSA_OK;
   const int shift = head_shift(heads);
-  if (groups < 0 || groups > INT32_MAX || shift < 0 || k < 1 || k > 2048 || span < kQuad || span % kQuad || span > 1 << 20)
+  if (groups < 0 || groups > INT32_MAX || shift < 0 || k < 1 || k > 2048 || span < kSpanStep || span % kSpanStep || span > 1 << 20)
     return DSA_INVALID_ARGUMENT;
   const int group_size = kRows >> shift;
   if (capacity % kKeys || capacity < group_size * k || capacity > kMaxGroup * 2048) return DSA_INVALID_ARGUMENT;
-  if (!topk || !starts || !slots || !masks || !counts || !aligned(masks, 8)) return DSA_INVALID_ARGUMENT;
+  if (!topk || !starts || !slots || !masks || !counts || !aligned(masks, 16)) return DSA_INVALID_ARGUMENT;
   if (table_blocks < 1 || block_size < 1 || (table && block_rows < block_size)) return DSA_INVALID_ARGUMENT;
   UnionParams p;
   p.topk = topk;
@@ -76,19 +91,15 @@ DSA_EXPORT int dsa_litedsa_union(const int32_t* topk, int64_t topk_stride, const
   p.masks = static_cast<uint64_t*>(masks);
   p.counts = counts;
   p.k = k;
-  p.group_size = group_size;
   p.capacity = capacity;
   p.span = span;
   p.table_blocks = table_blocks;
   p.block_size = block_size;
   p.block_rows = block_rows;
-  const int bytes = static_cast<int>(union_shared_bytes(span, capacity, group_size));
-  if (bytes > 48 * 1024) {
-    const cudaError_t status = cudaFuncSetAttribute(union_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-    if (status != cudaSuccess) return static_cast<int>(status);
-  }
-  union_kernel<<<static_cast<unsigned>(groups), kUnionThreads, bytes, static_cast<cudaStream_t>(stream)>>>(p);
-  return dsa::launch_status();
+  p.per_block = block_size > 1 << 20 ? 0 : ((1ull << 40) + block_size - 1) / block_size;
+  p.fours = aligned(topk, 16) && topk_stride % 4 == 0 && k % 4 == 0;
+  const cudaStream_t s = static_cast<cudaStream_t>(stream);
+  return span > kSegment<false> ? launch_union<true>(p, group_size, groups, s) : launch_union<false>(p, group_size, groups, s);
 }
 
 // q_nope: bf16 [tokens, heads, 512], q_rope: bf16 [tokens, heads, 64], strides in bytes and multiples of 16, the last dimension contiguous;

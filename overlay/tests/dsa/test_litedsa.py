@@ -134,6 +134,27 @@ def test_groups_never_cross_a_bound_and_cover_everything(heads: int) -> None:
             assert not any(a < bound < b for bound in bounds)
 
 
+@pytest.mark.parametrize("heads", plan.HEADS)
+def test_the_last_round_has_smaller_groups(heads: int) -> None:
+    size, wave = plan.group_size(heads), 12
+    for tokens in range(1, 40 * size):
+        bounds = [5, 5 + tokens // 3, 5 + tokens]
+        whole, cut = plan.group_starts(bounds, heads), plan.group_starts(bounds, heads, wave)
+        rounds, left = divmod(len(whole) - 1, wave)
+        assert cut[: rounds * wave + 1] == whole[: rounds * wave + 1]  # the full rounds stay
+        assert rounds * wave + left <= len(cut) - 1 <= (rounds + (left > 0)) * wave
+        assert cut[-1] == bounds[-1] and set(bounds) <= {*cut}
+        sizes = [b - a for a, b in itertools.pairwise(cut)]
+        assert min(sizes) >= 1 and max(sizes) <= size
+        last = sizes[rounds * wave :]
+        if left * size <= wave:
+            assert set(last) <= {1}  # there is room for every query alone
+        elif left * 2 <= wave:
+            assert max(last) <= size // 2
+        elif cut != whole:
+            assert max(last) <= size // 2 and len(last) <= wave
+
+
 @pytest.mark.parametrize("bounds", [[], [3, 2], [0, 5, 4]])
 def test_bounds_that_descend_are_an_error(bounds: list[int]) -> None:
     with pytest.raises(ValueError, match="must ascend"):
@@ -193,6 +214,7 @@ def test_buffers_of_a_launch_are_bounded() -> None:
             groups = plan.groups_at_once(heads, k)
             assert groups % 132 == 0 and groups > 0
             assert plan.sizes(groups, heads, k).bytes <= plan.BUFFER_BYTES
+        assert plan.groups_at_once(heads, 2048) * plan.group_size(heads) >= 16384  # one pair of launches
 
 
 @pytest.mark.parametrize(("heads", "fp8"), [(8, False), (16, True), (32, False)])

@@ -56,6 +56,7 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine, "capability", lambda: (9, 0))
     monkeypatch.setattr(kernels, "why_not", lambda capability: "")
     monkeypatch.setattr(engine, "self_check", lambda heads, fp8: "")
+    monkeypatch.setattr(plan, "WAVE", 1)  # small batches in whole groups, as the full rounds of large ones
 
 
 def batch(
@@ -119,6 +120,13 @@ def test_groups_follow_the_requests() -> None:
     assert engine.plan_batch(metadata, HEADS, kv.device) is planned  # once per batch
     other = engine.plan_batch(metadata, 32, kv.device)
     assert other is not None and other.starts.tolist() == [3, 5, 7, 9, 10, 12, 14]
+
+
+def test_a_batch_that_fills_no_round_has_smaller_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "WAVE", 132)
+    _, kv, metadata, _ = batch([1], [6, 2])
+    planned = engine.plan_batch(metadata, HEADS, kv.device)
+    assert planned is not None and planned.starts.tolist() == list(range(1, 10))
 
 
 def test_a_batch_of_decodes_is_not_planned_or_counted() -> None:

@@ -233,7 +233,7 @@ def _plan(metadata: Any, heads: int, device: torch.device) -> tuple[Batch | None
         bounds.append(bounds[-1] + length)
     if bounds[-1] != tokens:
         return None, "tokens that belong to no request"
-    starts = torch.tensor(plan.group_starts(bounds, heads), dtype=torch.int32)
+    starts = torch.tensor(plan.group_starts(bounds, heads, plan.WAVE), dtype=torch.int32)
     if device.type == "cuda":
         starts = starts.pin_memory().to(device, non_blocking=True)
     return Batch(first, tokens, starts, plan.span_of(metadata.max_seq_len)), ""

@@ -22,14 +22,14 @@ MAX_K = 2048
 MAX_SPAN = 1 << 20
 #: Bytes of one row of the ``fp8_ds_mla`` cache: 512 e4m3, 4 float32 scales, 64 bfloat16.
 FP8_ROW_BYTES = 656
-#: Bytes of union buffers that one pair of launches may use.
-BUFFER_BYTES = 128 << 20
+#: Bytes of union buffers that one pair of launches may use: enough for 16384 tokens in one.
+BUFFER_BYTES = 192 << 20
 #: Union size over top-k, by heads on a rank, from which on upstream's kernels are as fast: where the faster
 #: backend's time crosses ours in bench/results/litedsa/0.33.0-h200.json, the lowest of 4096 to 16384 tokens
 #: and of both caches, rounded down. Heads that are not listed are always grouped.
 BREAK_EVEN: dict[int, float] = {8: 7.4, 16: 3.7, 32: 1.7}
-#: Groups of one pair of launches are a multiple of this: one per multiprocessor of an H100 or H200.
-_WAVE = 132
+#: Groups of a round, one per multiprocessor of an H100 or H200; those of a pair of launches are a multiple.
+WAVE = 132
 
 
 def unsupported(heads: int, qk_dim: int, v_dim: int, k: int) -> str:
@@ -48,15 +48,21 @@ def group_size(heads: int) -> int:
     return TILE_ROWS // heads
 
 
-def group_starts(bounds: Sequence[int], heads: int) -> list[int]:
+def group_starts(bounds: Sequence[int], heads: int, wave: int = 0) -> list[int]:
     """Return the first token of each group and, last, the end of the tokens.
 
     A group never crosses a bound, so that it never mixes two requests or two chunks of one; the last group of
     each may be smaller.
 
+    A group takes a multiprocessor for a time that grows with its union, and the multiprocessors take groups
+    in rounds. Groups that are left for a last, incomplete round are made of fewer queries, as few as give no
+    more than ``wave`` groups, if that is at most half: smaller unions, an earlier end. (With more than half
+    the round takes longer, as was measured: it gathers more.)
+
     Args:
         bounds: ascending token offsets: the start of each request's queries (or chunk of them), then the end.
         heads: query heads on this rank.
+        wave: groups of a round (`WAVE`); 0: all groups are as large as can be.
 
     Returns:
         ``groups + 1`` ascending offsets; ``[end]`` if there is no token.
@@ -67,8 +73,18 @@ def group_starts(bounds: Sequence[int], heads: int) -> list[int]:
     if not bounds or any(b < a for a, b in itertools.pairwise(bounds)):
         raise ValueError(f"litedsa: bounds of requests must ascend, not {list(bounds)[:9]}")
     size = group_size(heads)
-    starts = [s for a, b in itertools.pairwise(bounds) for s in range(a, b, size)]
+    starts = _cut(bounds, size)
+    left = len(starts) % wave if wave else 0
+    if left:
+        first = starts[-left]
+        rest = [first, *(b for b in bounds if b > first)]
+        cuts = (_cut(rest, n) for n in range(1, size // 2 + 1))
+        starts[-left:] = next((cut for cut in cuts if len(cut) <= wave), starts[-left:])
     return [*starts, bounds[-1]]
+
+
+def _cut(bounds: Sequence[int], size: int) -> list[int]:
+    return [s for a, b in itertools.pairwise(bounds) for s in range(a, b, size)]
 
 
 def capacity(heads: int, k: int) -> int:
@@ -111,4 +127,4 @@ def sizes(groups: int, heads: int, k: int) -> Sizes:
 
 def groups_at_once(heads: int, k: int) -> int:
     """Return how many groups share one pair of launches, so that their buffers stay within `BUFFER_BYTES`."""
-    return max(1, BUFFER_BYTES // sizes(1, heads, k).bytes // _WAVE) * _WAVE
+    return max(1, BUFFER_BYTES // sizes(1, heads, k).bytes // WAVE) * WAVE
