@@ -64,9 +64,10 @@ int launch(const AttendParams& p, int64_t groups, cudaStream_t stream) {
 // [groups + 1], the first token of each group and the end, at most 64 / heads tokens per group, all of one request; requests: int32
 // [tokens], rows of table, or null for row 0; table: int32 [requests, table_blocks], table_stride elements between rows: position i lies in
 // cache row table[i / block_size] * block_rows + i % block_size; null: in row i. Positions from table_blocks * block_size or from span on
-// are no keys, as in upstream's conversion. span: a multiple of 128, at most 2^20. slots: int32 [groups, capacity], masks: uint64 [groups, capacity / 64, 64 / heads], counts: int32 [groups], all contiguous;
-// capacity is a multiple of 64 and at least 64 / heads * k. Written up to the count, rounded up to 64. counts[g] is -1 if a query of the
-// group selects a position twice. 1 <= k <= 2048.
+// are no keys, as in upstream's conversion. span: a multiple of 128, at most 2^20. slots: int32 [groups, capacity], masks: uint64 [groups,
+// capacity / 64, 64 / heads] at a multiple of 16 bytes, counts: int32 [groups], all contiguous; capacity is a multiple of 64 and at least
+// 64 / heads * k. Written up to the count, rounded up to 64. counts[g] is -1 if a query of the group selects a position twice.
+// 1 <= k <= 2048.
 DSA_EXPORT int dsa_litedsa_union(const int32_t* topk, int64_t topk_stride, const int32_t* starts, const int32_t* requests,
                                  const int32_t* table, int64_t table_stride, int32_t table_blocks, int32_t block_size, int32_t block_rows,
                                  int64_t groups, int32_t heads, int32_t k, int32_t span, int32_t capacity, int32_t* slots, void* masks,
