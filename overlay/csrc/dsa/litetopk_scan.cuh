@@ -222,7 +222,6 @@ struct Ring {
       slot = 0;
       phase ^= 1;
     }
-    __syncwarp();
     return stage;
   }
 
@@ -244,7 +243,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
   constexpr int kRows = Config<kHeads>::kRows, kGroups = Config<kHeads>::kGroups, kWarps = Config<kHeads>::kWarps;
   constexpr bool kRegisterWeights = Config<kHeads>::kRegisterWeights;
   constexpr int kLaneRows = kRows / 4;  // queries whose heads a lane holds
-  const int warp = static_cast<unsigned>(thread) / 32, lane = static_cast<unsigned>(thread) % 32;
+  const int warp = __shfl_sync(~0u, static_cast<unsigned>(thread) / 32, 0), lane = static_cast<unsigned>(thread) % 32;
   const int group = kGroups == 1 ? 0 : warp / 4;
   const int key_row = warp % 4 * 16 + lane / 4;  // and key_row + 8
   uint64_t* lists = ptx::opaque(p.lists + static_cast<int64_t>(worker) * kRows * p.capacity);
@@ -258,7 +257,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
     const Item& item = s.item[round % 3];
     const int first = item.first_query;
     if (first < 0) break;
-    const int begin = item.begin, end = item.end, base = item.base, max_ks = item.max_ks, min_ke = item.min_ke;
+    const int begin = __shfl_sync(~0u, item.begin, 0), end = __shfl_sync(~0u, item.end, 0), base = item.base, max_ks = item.max_ks, min_ke = item.min_ke;
     const int tiles = end - begin;
     const int fill = min(tiles, p.fill_tiles);
     const int active = item.active;
@@ -269,6 +268,8 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
     load_queries<kHeads>(p, s, first, thread);
     sync();
 
+    // Own tile in which this warp fetches the next but one; none in the first, whose successors are there.
+    int turn = (4 - warp % 4) * kGroups + group;
     float gate[kLaneRows];
     unsigned cursor[kLaneRows];  // where this warp's next candidate of this lane's queries goes
 #pragma unroll
@@ -290,8 +291,10 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
       }
       const bool filling = i < fill;
       const int stop = filling ? fill : min(tiles, i + p.check_tiles);
-      int tile = kGroups == 1 ? i : i + (group + i) % 2;  // this group's first one
-      int column = base + (tile_at(begin, end, fill, i) + tile - i) * kTile;
+      int tile = kGroups == 1 ? i : i + (group + i) % 2;               // this group's first one
+      const int column = base + tile_at(begin, end, fill, i) * kTile;  // of tile i
+      const bool plain = !kDense && !filling && column >= max_ks && column + (stop - i) * kTile <= min_ke;
+      uint32_t low = ~static_cast<uint32_t>(column + (tile - i) * kTile + key_row);  // complement of the lane's first position
       float sums[4];
 
       const auto issue = [&](float (&d)[64], int stage, int half) {
@@ -325,66 +328,73 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
           sums[3] = __fmaf_rn(relu<kOdd>(d[8 * j + 7]), w.w, sums[3]);
         }
       };
+      const auto append = [&](int r, float score0, float score1) {
+        const bool pass0 = score0 >= gate[r], pass1 = score1 >= gate[r];
+        const unsigned vote0 = __ballot_sync(~0u, pass0), vote1 = __ballot_sync(~0u, pass1);
+        if (vote0 | vote1) {
+          // Four bits per lane of this query, of which two are used: its scores pass. Half the counting of two masks.
+          const unsigned passed = (vote0 >> lane % 4 & 0x11111111u) | (vote1 >> lane % 4 & 0x11111111u) << 1;
+          uint64_t* at = ptx::element(lists, cursor[r] + __popc(passed & ((1u << lane / 4 * 4) - 1)));
+          ptx::store_if(pass0, at, select::make_key(score0, static_cast<int>(~low)));
+          ptx::store_if(pass1, at + pass0, select::make_key(score1, static_cast<int>(~low) + 8));
+          cursor[r] += __popc(passed);
+        }
+      };
       // Stores, filters or dumps the two scores that are complete; r: which of the lane's queries.
-      const auto deliver = [&](int r, float scale0, float scale1, bool interior) {
+      const auto deliver = [&](int r, float scale0, float scale1) {
         float score0 = finish_score(__fadd_rn(sums[0], sums[1]), scale0);
         float score1 = finish_score(__fadd_rn(sums[2], sums[3]), scale1);
-        const int row = lane % 4 + 4 * r;
-        const int position0 = column + key_row, position1 = position0 + 8;
-        if (kDense || !interior) {  // out of range: NaN, which a score never is and which passes no gate
+        if (!plain) {
+          const int row = lane % 4 + 4 * r;
+          const int position0 = static_cast<int>(~low), position1 = position0 + 8;
           const int ks = item.ks[row], ke = item.ke[row];
           if (position0 < ks || position0 >= ke) score0 = NAN;
           if (position1 < ks || position1 >= ke) score1 = NAN;
-        }
-        if constexpr (kDense) {
-          if (active >> row & 1) {
-            float* out = p.dense + static_cast<int64_t>(first + row) * p.keys;
-            if (!isnan(score0)) out[position0] = score0;
-            if (!isnan(score1)) out[position1] = score1;
+          if constexpr (kDense) {
+            if (active >> row & 1) {
+              float* out = p.dense + static_cast<int64_t>(first + row) * p.keys;
+              if (!isnan(score0)) out[position0] = score0;
+              if (!isnan(score1)) out[position1] = score1;
+            }
+            return;
           }
-        } else if (filling) {
-          float* scores = reinterpret_cast<float*>(lists + row * p.capacity + p.k) + tile * kTile + key_row;
-          if (active >> row & 1) {
-            __stcg(scores, score0);
-            __stcg(scores + 8, score1);
-          }
-        } else {
-          const bool pass0 = score0 >= gate[r], pass1 = score1 >= gate[r];
-          const unsigned vote0 = __ballot_sync(~0u, pass0), vote1 = __ballot_sync(~0u, pass1);
-          if (vote0 | vote1) {
-            // Four bits per lane of this query, of which two are used: its scores pass. Half the counting of two masks.
-            const unsigned passed = (vote0 >> lane % 4 & 0x11111111u) | (vote1 >> lane % 4 & 0x11111111u) << 1;
-            uint64_t* at = ptx::element(lists, cursor[r] + __popc(passed & ((1u << lane / 4 * 4) - 1)));
-            ptx::store_if(pass0, at, select::make_key(score0, position0));
-            ptx::store_if(pass1, at + pass0, select::make_key(score1, position1));
-            cursor[r] += __popc(passed);
+          if (filling) {
+            float* scores = reinterpret_cast<float*>(lists + row * p.capacity + p.k) + tile * kTile + key_row;
+            if (active >> row & 1) {
+              __stcg(scores, score0);
+              __stcg(scores + 8, score1);
+            }
+            return;
           }
         }
+        append(r, score0, score1);
       };
 
-      for (; tile < stop; tile += kGroups, column += kGroups * kTile) {
+      const auto clear = [&] { sums[0] = sums[1] = sums[2] = sums[3] = 0.0f; };
+      for (; tile < stop; tile += kGroups, low -= kGroups * kTile) {
         float d[64];
         const int stage = ring.advance(s);
         issue(d, stage, 0);
         const float scale0 = s.scales[stage][key_row], scale1 = s.scales[stage][key_row + 8];
-        const bool interior = column >= max_ks && column + kTile <= min_ke;
-        sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+        clear();
         ptx::wgmma_wait<0>(d);
         accumulate(d, 0);
         if (kHeads == 32) {
-          deliver(0, scale0, scale1, interior);
-          sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
-          __syncwarp();
+          deliver(0, scale0, scale1);
+          clear();
         }
         issue(d, stage, 1);
         ptx::wgmma_wait<0>(d);
         if (lane == 0) ptx::barrier_arrive(&s.empty[stage]);
         accumulate(d, 1);
-        deliver(kLaneRows - 1, scale0, scale1, interior);
-        // One tile late, so that nobody waits for the other warps to leave the stage.
-        const int later = tile + kGroups * (kRing - 1);
-        if (lane == 0 && (warp + tile / kGroups) % 4 == 0 && tile >= kGroups && later < tiles)
-          ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile, 1);
+        deliver(kLaneRows - 1, scale0, scale1);
+        if (tile == turn) {
+          // All warps of the group have left the stage of the tile before.
+          const int later = tile + kGroups * (kRing - 1);
+          turn += 4 * kGroups;
+          if (lane == 0 && later < tiles)
+            ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile, 1);
+        }
       }
       __syncwarp();
       i = stop;
@@ -438,7 +448,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
 }
 
 template <int kHeads, bool kDense>
-__global__ void __launch_bounds__(Config<kHeads>::kWorkers * Config<kHeads>::kThreads, 1)
+__global__ void __launch_bounds__(Config<kHeads>::kWorkers* Config<kHeads>::kThreads, 1)
     scan_kernel(const __grid_constant__ CUtensorMap k_map, const __grid_constant__ CUtensorMap scale_map,
                 const __grid_constant__ Params p) {
 #if DSA_SM90A
