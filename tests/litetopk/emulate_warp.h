@@ -28,12 +28,6 @@ inline int __float_as_int(float f) {
 }
 inline float __fadd_rn(float a, float b) { return a + b; }
 
-inline unsigned __ballot_sync(unsigned, bool v) {
-  const uint64_t* all = emulator::exchange(v, "ballot");
-  unsigned mask = 0;
-  for (int i = 0; i < 32; ++i) mask |= static_cast<unsigned>(all[i] != 0) << i;
-  return mask;
-}
 template <typename T>
 T __reduce_min_sync(unsigned, T v) {
   const uint64_t* all = emulator::exchange(static_cast<uint64_t>(v), "reduce");
@@ -47,12 +41,6 @@ T __reduce_max_sync(unsigned, T v) {
   T found = static_cast<T>(all[0]);
   for (int i = 1; i < 32; ++i) found = max(found, static_cast<T>(all[i]));
   return found;
-}
-inline int __reduce_add_sync(unsigned, int v) {
-  const uint64_t* all = emulator::exchange(static_cast<uint64_t>(v), "reduce");
-  int sum = 0;
-  for (int i = 0; i < 32; ++i) sum += static_cast<int>(all[i]);
-  return sum;
 }
 inline unsigned long long __shfl_xor_sync(unsigned, unsigned long long v, int mask) {
   return emulator::exchange(v, "shuffle")[(emulator::machine().current % 32) ^ mask];
