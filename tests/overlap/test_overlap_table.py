@@ -80,7 +80,7 @@ def test_stored_rows_show_full_faster_at_every_point_and_auto_as_good(
 def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
     table: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every shape that auto knows needs the rows of a check, on 0.28.0 those of `full`."""
+    """Every shape and kind of weights that auto knows needs the rows of a check, of auto and of `full`."""
     for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(str(ROOT / "overlay"))
@@ -93,10 +93,13 @@ def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
         file = table.RESULTS / f"{entry.line}-{entry.card}.json"
         shape = f"phase=check heads={entry.heads} index={entry.index_heads} "
         rows = [row for row in json.loads(file.read_text())["rows"] if shape in row["case"]]
+        rows = [row for row in rows if weights(row) == entry.weights]
         if entry.line in auto.CHECKED_IN_ENGINE:
             assert [row for row in rows if "mode=auto " in row["case"]], "auto itself must have run there"
         if entry.line == "0.28.0":
             demand_of_compiled(rows)
+            if entry.line in auto.CHECKED_IN_ENGINE:
+                demand_of_auto(rows, combos=entry.heads == 16)
             continue
         unsteady = {tail(row) for row in rows if "mode=off " in row["case"] and row["ours"] != 1.0}
         for mode in ("auto", "full"):
@@ -113,6 +116,8 @@ def test_auto_acts_only_where_an_engine_gave_the_results_of_off(
 TIES = "B=2 ctx=20000"
 #: That point aside, the batches of a check, and those with a branch held up.
 CHECKED, HELD_UP = 5, 3
+#: And those of 256 and 512 requests, which auto was checked with.
+LARGER = 2
 
 
 def demand_of_compiled(rows: list[dict[str, Any]]) -> None:
@@ -129,6 +134,32 @@ def demand_of_compiled(rows: list[dict[str, Any]]) -> None:
         *(("main-after", HELD_UP), ("side-begin", HELD_UP)),
     ):
         assert of[same] == [1.0] * (2 * batches), same  # logits and tokens
+
+
+def demand_of_auto(rows: list[dict[str, Any]], combos: bool) -> None:
+    """`auto`, which forked, is `off` without combo kernels, and itself in every control.
+
+    Args:
+        rows: of one shape.
+        combos: whether it was compared with itself with combo kernels too.
+    """
+    auto = [row for row in rows if "mode=auto " in row["case"] and " mtp=" not in row["case"]]
+    auto = [row for row in auto if " graph=FULL_AND_PIECEWISE " in row["case"] and TIES not in row["case"]]
+    of: dict[tuple[str, str], list[float]] = {}
+    for row in auto:
+        options = "combo=off" if "combo=off" in row["case"] else ""
+        of.setdefault((options, row["case"].partition("control=")[2]), []).append(row["ours"])
+    assert all(row["forked"] > 0 for row in auto if "control=" not in row["case"])
+    late = ("main-before", "main-after", "side-begin", "side-end")
+    for options, batches in (("combo=off", CHECKED + LARGER), ("", CHECKED))[: 2 if combos else 1]:
+        for control in ("again", "serial", *late):
+            assert of[options, control] == [1.0] * (2 * (HELD_UP if control in late else batches)), control
+    assert of["combo=off", ""] == [1.0] * (2 * (CHECKED + LARGER))
+
+
+def weights(row: dict[str, Any]) -> str:
+    """What a case says of quantised weights: `vllm.dsa.overlap.auto.Entry.weights`."""
+    return str(row["case"].partition(" quant=")[2].partition(" ")[0])
 
 
 def tail(row: dict[str, Any]) -> str:

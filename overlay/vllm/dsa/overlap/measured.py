@@ -19,6 +19,8 @@ MEASURED: tuple[Entry, ...] = (
             (16, "full"),
             (32, "full"),
             (64, "full"),
+            (256, "full"),
+            (512, "off"),
         ),
     ),
     Entry(
@@ -33,6 +35,8 @@ MEASURED: tuple[Entry, ...] = (
             (16, "full"),
             (32, "full"),
             (64, "full"),
+            (256, "off"),
+            (512, "off"),
         ),
     ),
     Entry(
