@@ -283,7 +283,9 @@ int main(int argc, char** argv) {
   p.scale = 1.0f / std::sqrt(192.0f);
   p.capacity = u.capacity;
   p.head_shift = heads == 8 ? 3 : heads == 16 ? 4 : 5;
-  for (int g = 0; g < u.groups; ++g)
+  p.groups = u.groups;
+  p.ctas = (u.groups + 1) / 2;
+  for (int g = 0; g < p.ctas; ++g)
     emulator::run(g, kAttendThreads, c.lazy, seed + 100 + g, [&] {
       if (c.fp8) attend_kernel<9, true>(p);
       else if (c.ranged) attend_kernel<8, false>(p);

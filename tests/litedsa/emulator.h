@@ -53,7 +53,8 @@ struct Fiber {
   std::unique_ptr<char[]> stack;
   bool done = false;
   const char* waiting = "";
-  std::vector<std::vector<std::function<void()>>> copies, products;  // groups; the last one is open
+  // Groups; the last one is open. Copies whose end a barrier is told of are in `detached`: they happen at any later time.
+  std::vector<std::vector<std::function<void()>>> copies, detached, products;
 };
 
 struct Warp {
@@ -62,9 +63,15 @@ struct Warp {
   uint64_t values[2][32];
 };
 
+struct NamedBarrier {
+  int arrived = 0;
+  unsigned generation = 0;
+};
+
 struct Machine {
   std::vector<Fiber> fibers;
   std::vector<Warp> warps;
+  NamedBarrier named[16];
   ucontext_t scheduler;
   int current = 0;
   unsigned block = 0;
@@ -103,10 +110,17 @@ inline void yield(const char* why) {
 inline void enter() {
   machine().body();
   Fiber& f = self();
-  if (!f.copies.empty() || !f.products.empty()) fail("a thread ended without waiting for its copies or products");
+  if (!f.copies.empty() || !f.detached.empty() || !f.products.empty()) fail("a thread ended without waiting for its copies or products");
   f.done = true;
   ++machine().progress;
   swapcontext(&f.context, &machine().scheduler);
+}
+
+// The oldest detached copies of a thread happen.
+inline void detach(Fiber& f) {
+  for (auto& work : f.detached.front()) work();
+  f.detached.erase(f.detached.begin());
+  ++machine().progress;
 }
 
 // Runs one CTA.
@@ -118,6 +132,7 @@ inline void run(unsigned block, int threads, bool lazy, unsigned seed, std::func
   m.block = block;
   m.lazy = lazy;
   m.synced = 0;
+  for (NamedBarrier& b : m.named) b = NamedBarrier();
   m.random.seed(seed);
   m.body = std::move(body);
   std::memset(shared(), 0xff, kSharedBytes);  // NaN as bf16 and as float
@@ -132,6 +147,7 @@ inline void run(unsigned block, int threads, bool lazy, unsigned seed, std::func
   }
   std::vector<int> order(threads);
   for (int i = 0; i < threads; ++i) order[i] = i;
+  bool hurry = false;
   for (;;) {
     std::shuffle(order.begin(), order.end(), m.random);
     const int64_t before = m.progress;
@@ -140,9 +156,15 @@ inline void run(unsigned block, int threads, bool lazy, unsigned seed, std::func
       if (m.fibers[i].done) continue;
       alive = true;
       m.current = i;
+      if (!m.fibers[i].detached.empty() && (hurry || m.random() % 4 == 0)) detach(m.fibers[i]);
       swapcontext(&m.scheduler, &m.fibers[i].context);
     }
     if (!alive) return;
+    if (m.progress == before && !hurry) {
+      hurry = true;
+      continue;
+    }
+    hurry = false;
     if (m.progress == before) {
       for (int i = 0; i < threads; i += 32)
         std::printf("  thread %d: %s\n", i, m.fibers[i].done ? "ended" : m.fibers[i].waiting);
@@ -211,10 +233,10 @@ struct Operand {
   }
 };
 
-// This thread's share of d[64 x columns] (+)= a[64 x 16] * b[16 x columns].
-inline void multiply(float* d, uint64_t a_desc, uint64_t b_desc, int columns, bool b_mn, bool accumulate) {
-  const Operand a(a_desc), b(b_desc);
-  const int thread = machine().current % 128, row = thread / 32 * 16 + thread % 32 / 4;
+// This thread's share of d[64 x columns] (+)= a[64 x 16] * b[16 x columns]; rows: a's 16 elements of the thread's two rows.
+inline void multiply(float* d, const float (&rows)[2][16], uint64_t b_desc, int columns, bool b_mn, bool accumulate) {
+  const Operand b(b_desc);
+  const int thread = machine().current % 128;
   for (int j = 0; j < columns / 8; ++j)
     for (int c = 0; c < 2; ++c) {
       const int column = 8 * j + thread % 4 * 2 + c;
@@ -222,11 +244,20 @@ inline void multiply(float* d, uint64_t a_desc, uint64_t b_desc, int columns, bo
       for (int k = 0; k < 16; ++k) values[k] = b_mn ? b.mn_major(column, k) : b.k_major(column, k);
       for (int r = 0; r < 2; ++r) {
         float sum = 0;
-        for (int k = 0; k < 16; ++k) sum += a.k_major(row + 8 * r, k) * values[k];
+        for (int k = 0; k < 16; ++k) sum += rows[r][k] * values[k];
         float& out = d[4 * j + 2 * r + c];
         out = accumulate ? out + sum : sum;
       }
     }
+}
+
+inline void multiply(float* d, uint64_t a_desc, uint64_t b_desc, int columns, bool b_mn, bool accumulate) {
+  const Operand a(a_desc);
+  const int thread = machine().current % 128, row = thread / 32 * 16 + thread % 32 / 4;
+  float rows[2][16];
+  for (int r = 0; r < 2; ++r)
+    for (int k = 0; k < 16; ++k) rows[r][k] = a.k_major(row + 8 * r, k);
+  multiply(d, rows, b_desc, columns, b_mn, accumulate);
 }
 
 struct Barrier {
@@ -344,6 +375,20 @@ inline void barrier_arrive(uint64_t* bar) {
 inline void barrier_wait(uint64_t* bar, uint32_t parity) {
   while ((barrier(bar).phase & 1) == parity) emulator::yield("mbarrier");
 }
+inline void named_arrive(int id, int threads) {
+  emulator::NamedBarrier& b = emulator::machine().named[id];
+  ++emulator::machine().progress;
+  if (++b.arrived == threads) {
+    b.arrived = 0;
+    ++b.generation;
+  }
+}
+inline void named_sync(int id, int threads) {
+  emulator::NamedBarrier& b = emulator::machine().named[id];
+  const unsigned generation = b.generation;
+  named_arrive(id, threads);
+  while (b.generation == generation) emulator::yield("named barrier");
+}
 inline void fence_async_proxy() {}
 inline uint32_t opaque(uint32_t x) { return x; }
 
@@ -355,10 +400,17 @@ inline void copy_async_16(void* target, const void* source, int bytes) {
   if (emulator::machine().lazy) emulator::add(emulator::self().copies, copy);
   else copy();
 }
-inline void copy_async_commit() { emulator::commit(emulator::self().copies); }
-template <int kPending>
-void copy_async_wait() {
-  emulator::finish(emulator::self().copies, kPending);
+inline void copy_async_wait() {
+  emulator::Fiber& f = emulator::self();
+  while (!f.detached.empty()) emulator::detach(f);
+  emulator::finish(f.copies, 0);
+}
+inline void copy_async_arrive(uint64_t* bar) {
+  emulator::Fiber& f = emulator::self();
+  if (!emulator::machine().lazy) return barrier_arrive(bar);
+  emulator::add(f.copies, [=] { barrier_arrive(bar); });
+  f.detached.push_back(std::move(f.copies.back()));
+  f.copies.clear();
 }
 inline float exp2_approx(float x) { return std::exp2(x); }
 inline uint32_t round_bf16(float f) {
@@ -384,11 +436,10 @@ void registers_increase() {}
 
 inline void wgmma_fence() {}
 inline void wgmma_commit() { emulator::commit(emulator::self().products); }
-template <int N>
-void wgmma_wait_all(float (&)[N]) {
-  emulator::finish(emulator::self().products, 0);
+template <int kPending, int N>
+void wgmma_wait(float (&)[N]) {
+  emulator::finish(emulator::self().products, kPending);
 }
-inline void wgmma_wait_but_one() { emulator::finish(emulator::self().products, 1); }
 inline void issue(std::function<void()> product) {
   if (emulator::machine().lazy) emulator::add(emulator::self().products, std::move(product));
   else product();
@@ -397,10 +448,26 @@ inline void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a, uint64_t b, int acc
   float* out = d;
   issue([=] { emulator::multiply(out, a, b, 64, false, accumulate != 0); });
 }
-template <int kHalf>
-void wgmma_m64n128k16_bf16_mn(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
-  float* out = d + 64 * kHalf;
-  issue([=] { emulator::multiply(out, a, b, 128, true, accumulate != 0); });
+inline void wgmma_m64n256k16_bf16_mn(float (&d)[128], uint64_t a, uint64_t b) {
+  float* out = d;
+  issue([=] { emulator::multiply(out, a, b, 256, true, true); });
+}
+// a: the thread's own elements of two rows; those of the other columns are with the other three lanes of its quad.
+inline void wgmma_m64n256k16_bf16_mn(float (&d)[128], const uint32_t* a, uint64_t b) {
+  float* out = d;
+  float rows[2][16];
+  for (int i = 0; i < 4; ++i) {
+    const uint64_t* lanes = emulator::exchange(a[i], "wgmma");
+    for (int quad = 0; quad < 4; ++quad) {
+      const uint32_t bits = static_cast<uint32_t>(lanes[emulator::machine().current % 32 / 4 * 4 + quad]);
+      for (int c = 0; c < 2; ++c) rows[i % 2][i / 2 * 8 + quad * 2 + c] = __uint_as_float((bits >> (16 * c)) << 16);
+    }
+  }
+  struct Rows {
+    float values[2][16];
+  } held;
+  std::memcpy(held.values, rows, sizeof(rows));
+  issue([=] { emulator::multiply(out, held.values, b, 256, true, true); });
 }
 
 }  // namespace ptx

@@ -12,10 +12,9 @@
 // A masked weight is exactly 0, so the result is that of each query alone, up to the order of sums. An entry that only another query of
 // the group selects must be finite, however: 0 times infinity is NaN.
 //
-// The attention CTA has four warpgroups: two streams, each of which fetches every other tile of 64 rows into its own shared memory,
-// multiplies queries and keys and makes weights, and two that each add weights times values for 256 of the 512 columns (64 x 512 sums do
-// not fit into one warpgroup's registers). While one stream waits for its rows, the other's tile is multiplied. docs/litedsa.md has the
-// picture.
+// A CTA of the attention takes group after group. One warpgroup copies rows of the cache, two consume them: each scores and weighs every
+// other tile, and adds all tiles to its half of the value columns (64 x 512 sums do not fit into one warpgroup's registers). While one
+// weighs, the other's products run. docs/litedsa.md has the picture.
 #include "common.cuh"
 #define DSA_SHARED __shared__
 #define DSA_GRID_CONSTANT __grid_constant__
@@ -48,12 +47,16 @@ int launch_union(const UnionParams& p, int group_size, int64_t groups, cudaStrea
 }
 
 template <int kBlocks, bool kFp8>
-int launch(const AttendParams& p, int64_t groups, cudaStream_t stream) {
-  constexpr int kBytes = sizeof(AttendShared<kBlocks, kFp8>) + 1024;
-  const cudaError_t status =
-      cudaFuncSetAttribute(attend_kernel<kBlocks, kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+int launch(AttendParams& p, cudaStream_t stream) {
+  constexpr int kBytes = sizeof(AttendShared<kBlocks>) + 1024;
+  int device = 0, multiprocessors = 0;
+  cudaError_t status = cudaGetDevice(&device);
+  if (status == cudaSuccess) status = cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device);
+  if (status == cudaSuccess)
+    status = cudaFuncSetAttribute(attend_kernel<kBlocks, kFp8>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return static_cast<int>(status);
-  attend_kernel<kBlocks, kFp8><<<static_cast<unsigned>(groups), kAttendThreads, kBytes, stream>>>(p);
+  p.ctas = p.groups < multiprocessors ? p.groups : multiprocessors;
+  attend_kernel<kBlocks, kFp8><<<static_cast<unsigned>(p.ctas), kAttendThreads, kBytes, stream>>>(p);
   return launch_status();
 }
 
@@ -151,8 +154,9 @@ DSA_EXPORT int dsa_litedsa_attend(const void* q_nope, int64_t nope_token, int64_
   p.lse_token = lse_token;
   p.scale = scale;
   p.capacity = capacity;
+  p.groups = groups;
   p.head_shift = shift;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (kv_format == 1) return launch<9, true>(p, groups, s);
-  return q_rope ? launch<9, false>(p, groups, s) : launch<8, false>(p, groups, s);
+  if (kv_format == 1) return launch<9, true>(p, s);
+  return q_rope ? launch<9, false>(p, s) : launch<8, false>(p, s);
 }

@@ -20,15 +20,11 @@ __device__ __forceinline__ void copy_async_16(void* shared, const void* global, 
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(smem_address(shared)), "l"(global), "r"(bytes)
                : "memory");
 }
-// The copies that this thread started since the last call are a group.
-__device__ __forceinline__ void copy_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits until at most the last `Pending` groups are on their way; with 0, for every copy that this thread started.
-template <int Pending>
-__device__ __forceinline__ void copy_async_wait() {
-  if constexpr (Pending == 0)
-    asm volatile("cp.async.wait_all;" ::: "memory");
-  else
-    asm volatile("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+// Waits for every copy that this thread started.
+__device__ __forceinline__ void copy_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+// Arrives at the barrier for this thread, one of those that it counts, once all copies that the thread has started are there.
+__device__ __forceinline__ void copy_async_arrive(uint64_t* bar) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(smem_address(bar)) : "memory");
 }
 
 __device__ __forceinline__ float exp2_approx(float x) {
@@ -75,21 +71,18 @@ __device__ __forceinline__ void registers_increase() {
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), "+f"(d[i + 6]), "+f"(d[i + 7])
 #define DSA_D32(i) DSA_D8(i), DSA_D8(i + 8), DSA_D8(i + 16), DSA_D8(i + 24)
 
-// Waits for all wgmma groups but the last: what the others read may be overwritten. Their results count as unknown still.
-__device__ __forceinline__ void wgmma_wait_but_one() {
+// Waits until at most the last `Pending` wgmma groups are in flight; d, which is complete then, is an operand so that no use of it moves
+// up.
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait(float (&d)[32]) {
 #if DSA_SM90A
-  asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %32;" : DSA_D32(0) : "n"(Pending) : "memory");
 #endif
 }
-// Waits for all wgmma groups; d, which is complete then, is an operand so that no use of it moves up.
-__device__ __forceinline__ void wgmma_wait_all(float (&d)[32]) {
+template <int Pending>
+__device__ __forceinline__ void wgmma_wait(float (&d)[128]) {
 #if DSA_SM90A
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : DSA_D32(0) : : "memory");
-#endif
-}
-__device__ __forceinline__ void wgmma_wait_all(float (&d)[128]) {
-#if DSA_SM90A
-  asm volatile("wgmma.wait_group.sync.aligned 0;" : DSA_D32(0), DSA_D32(32), DSA_D32(64), DSA_D32(96) : : "memory");
+  asm volatile("wgmma.wait_group.sync.aligned %128;" : DSA_D32(0), DSA_D32(32), DSA_D32(64), DSA_D32(96) : "n"(Pending) : "memory");
 #endif
 }
 
@@ -108,25 +101,43 @@ __device__ __forceinline__ void wgmma_m64n64k16_bf16(float (&d)[32], uint64_t a,
 #endif
 }
 
-// d[64 x 128] (+)= a[64 x 16] * b[16 x 128], both bf16 in shared memory, a K-major, b MN-major. d[64 kHalf] on hold the result, laid out
-// as above for j in 0..15. (One instruction for 256 columns would need more registers than a thread has when the CTA starts.)
-template <int kHalf>
-__device__ __forceinline__ void wgmma_m64n128k16_bf16_mn(float (&d)[128], uint64_t a, uint64_t b, int accumulate) {
+// d[64 x 256] += a[64 x 16] * b[16 x 256], both bf16, b MN-major in shared memory; d as above for j in 0..31. a: K-major in shared memory,
+// or in registers: this thread has the columns 8j + 2(t%4) + {0, 1} of the row 16(t/32) + (t%32)/4 in a[2j] and of that row + 8 in
+// a[2j + 1], j in 0..1.
+__device__ __forceinline__ void wgmma_m64n256k16_bf16_mn(float (&d)[128], uint64_t a, uint64_t b) {
 #if DSA_SM90A
-  constexpr int o = 64 * kHalf;
   asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
       "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
-      "%64, %65, p, 1, 1, 0, 1;\n}"
-      : DSA_D32(o), DSA_D32(o + 32)
-      : "l"(a), "l"(b), "r"(accumulate));
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "%128, %129, 1, 1, 1, 0, 1;"
+      : DSA_D32(0), DSA_D32(32), DSA_D32(64), DSA_D32(96)
+      : "l"(a), "l"(b));
 #endif
 }
-
+__device__ __forceinline__ void wgmma_m64n256k16_bf16_mn(float (&d)[128], const uint32_t* a, uint64_t b) {
+#if DSA_SM90A
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
+      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
+      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
+      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
+      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
+      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
+      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127}, "
+      "{%128, %129, %130, %131}, %132, 1, 1, 1, 1;"
+      : DSA_D32(0), DSA_D32(32), DSA_D32(64), DSA_D32(96)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#endif
+}
 #undef DSA_D32
 #undef DSA_D8
 
