@@ -84,7 +84,7 @@ __device__ __forceinline__ void consume(const AttendParams& p, AttendShared<kBlo
 #pragma unroll
   for (int i = 0; i < 128; ++i) sums[i] = 0.0f;
   float top[2] = {-INFINITY, -INFINITY}, mine[2] = {-INFINITY, -INFINITY};  // largest raw score up to the last tile, up to the last own one
-  float total[2] = {0.0f, 0.0f};                                           // of the own weights in this thread's columns
+  float total[2] = {0.0f, 0.0f};                                            // of the own weights in this thread's columns
   uint64_t words[2];
   if (which < tiles) {
 #pragma unroll
@@ -153,7 +153,7 @@ __device__ __forceinline__ void consume(const AttendParams& p, AttendShared<kBlo
       if (tile > 0) arrive_once(&s.empty[other][which], lane);
     }
     ptx::wgmma_wait<0>(d);
-    arrive_once(&s.empty[which][kRopePart], lane);
+    if constexpr (kBlocks == 9) arrive_once(&s.empty[which][kRopePart], lane);
     if (tile + 2 >= tiles) arrive_once(&s.answered, lane);
 
     float best[2];

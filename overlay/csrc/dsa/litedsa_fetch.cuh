@@ -31,7 +31,7 @@ struct AttendParams {
   float scale;
   int capacity;
   int64_t groups, ctas;  // CTA b takes the groups b, b + ctas, ...
-  int head_shift;  // log2 of heads: row r of the tile is head r % heads of the group's query r / heads
+  int head_shift;        // log2 of heads: row r of the tile is head r % heads of the group's query r / heads
 };
 
 // A tile comes and goes in parts of its columns: each half of the values is free when its consumer has added it, the keys' rope part as soon
@@ -98,7 +98,7 @@ __device__ __forceinline__ void fetch_queries(const AttendParams& p, AttendShare
 // Copies a bf16 tile: each part as soon as its place is free.
 template <int kBlocks>
 __device__ __forceinline__ void fetch(AttendShared<kBlocks>& s, const uint8_t* const (&sources)[4], const int (&bytes)[4], const Fetcher& f,
-                                       int buffer, uint32_t phase) {
+                                      int buffer, uint32_t phase) {
   uint8_t* target = s.kv[buffer] + block_offset(f.row0, f.piece);
   if constexpr (kBlocks == 9) {
     ptx::barrier_wait(&s.empty[buffer][kRopePart], phase ^ 1);
