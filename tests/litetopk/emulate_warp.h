@@ -1,6 +1,8 @@
 // What litetopk's selections need beyond litedsa's emulator: votes, warp reductions and atomics, after the CUDA programming guide.
 #pragma once
 
+#include <cfenv>
+
 #include "emulator.h"
 
 using std::isnan;
@@ -21,12 +23,26 @@ T __ldcg(const T* p) {
   return *p;
 }
 inline int __clzll(long long x) { return x ? __builtin_clzll(static_cast<unsigned long long>(x)) : 64; }
+inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __float_as_int(float f) {
   int i;
   std::memcpy(&i, &f, 4);
   return i;
 }
+inline float __int_as_float(int i) {
+  float f;
+  std::memcpy(&f, &i, 4);
+  return f;
+}
 inline float __fadd_rn(float a, float b) { return a + b; }
+inline float __fadd_rd(float a, float b) {
+  const int mode = std::fegetround();
+  std::fesetround(FE_DOWNWARD);
+  volatile float x = a, y = b;
+  const volatile float sum = x + y;
+  std::fesetround(mode);
+  return sum;
+}
 
 template <typename T>
 T __reduce_min_sync(unsigned, T v) {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -11,8 +12,10 @@ import pytest
 HERE = Path(__file__).resolve().parent
 SOURCES = HERE.parents[1] / "overlay" / "csrc" / "dsa"
 EMULATOR = HERE.parent / "litedsa"
-#: Warps: one cuts the scan's first scores or a later list, sixteen merge the parts of a range.
-FRESH, LIST, MERGE = "0", "1", "16"
+#: Warps: one cuts the first scores of a scan or a later list, sixteen merge a range's parts; or a whole scan.
+FRESH, LIST, MERGE, SCAN = "0", "1", "16", "2"
+#: Of the choice of bins: made from samples.
+SAMPLED = ("0", "0")
 
 
 @pytest.fixture(scope="session")
@@ -30,8 +33,9 @@ def program(build: Callable[[Path, Path], None], tmp_path_factory: pytest.TempPa
     return target
 
 
-def emulate(program: Path, shape: str, n: int, k: int, warps: str, seed: int) -> str:
-    done = subprocess.run([program, shape, str(n), str(k), warps, str(seed)], capture_output=True, text=True)
+def emulate(program: Path, shape: str, n: int, k: int, warps: str, seed: int, *bins: str) -> str:
+    command = [program, shape, str(n), str(k), warps, str(seed), *bins]
+    done = subprocess.run(command, capture_output=True, text=True)
     return done.stdout.strip() + (f" [exit code {done.returncode}]" if done.returncode else "")
 
 
@@ -54,14 +58,43 @@ def test_sizes_around_k(program: Path, seed: int) -> None:
                 assert said == "ok", (shape, n, k, warps, said)
 
 
-def test_a_defect_is_found(build: Callable[[Path, Path], None], tmp_path: Path) -> None:
-    """Of the keys of the last bin one too few is taken."""
-    for path in SOURCES.glob("litetopk*.cuh"):
-        text = path.read_text(encoding="utf-8")
-        if path.name == "litetopk_select.cuh":
-            assert "rank < boundary.need" in text
-            text = text.replace("rank < boundary.need", "rank + 1 < boundary.need")
-        (tmp_path / path.name).write_text(text, encoding="utf-8")
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bins_are_exact_where_they_do(program: Path, shape: str) -> None:
+    """Scores that differ are cut by bins; with many ties, or few keys, bins say that they do not do."""
+    spread = shape in ("iid", "heavy", "positive", "rising", "hot")
+    for n, k, warps, *bins in (
+        (4096, 2048, FRESH, *SAMPLED),
+        (8192, 2048, MERGE, *SAMPLED),
+        (20480, 512, MERGE, *SAMPLED),
+        (6001, 2048, LIST, "0", "1"),
+        (6001, 2048, LIST, "0.5", "1e-6"),
+    ):
+        said = emulate(program, shape, n, k, warps, 5, *bins)
+        assert said == "ok" or (said == "no bins" and (not spread or bins[1] == "1e-6")), (n, k, warps, said)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, "falling", "shifting"])
+def test_a_scan_keeps_the_best(program: Path, shape: str) -> None:
+    for n, k in ((8192, 256), (16384, 64), (511, 256), (512, 510), (1000, 16), (100, 64)):
+        said = emulate(program, shape, n, k, SCAN, n)
+        assert said == "ok", (n, k, said)
+
+
+DEFECTS = {
+    "one of the boundary's keys is left out": ("better < need", "better + 1 < need", "another set"),
+    "the gate is a bin too high": ("cut.low - 1)", "cut.high + 1)", "refuses|another set"),
+    "ties are refused too early": ("key_position(bound) < next", "true", "another set"),
+}
+
+
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_a_defect_is_found(build: Callable[[Path, Path], None], tmp_path: Path, defect: str) -> None:
+    right, wrong, words = DEFECTS[defect]
+    sources = {path.name: path.read_text(encoding="utf-8") for path in SOURCES.glob("litetopk*.cuh")}
+    assert sum(text.count(right) for text in sources.values()) == 1, defect
+    for name, text in sources.items():
+        (tmp_path / name).write_text(text.replace(right, wrong), encoding="utf-8")
     build(tmp_path, tmp_path / "broken")
-    said = [emulate(tmp_path / "broken", "iid", 3001, 512, LIST, seed) for seed in range(6)]
-    assert any("wrong: another set" in line for line in said), said
+    said = [emulate(tmp_path / "broken", "iid", 3000, 512, LIST, seed, "0", "1") for seed in range(4)]
+    said += [emulate(tmp_path / "broken", shape, 3000, 256, SCAN, 5) for shape in ("iid", "equal")]
+    assert any(re.search(f"wrong: .*({words})", line) for line in said), said

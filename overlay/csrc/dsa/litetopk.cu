@@ -6,8 +6,8 @@
 // memory (tensor-map copies into a ring per warpgroup). The keys are wgmma's M side and the 256 (query, head) pairs its N side, in an
 // order that gives each thread all heads of its queries, so that a head sum needs no shuffle.
 //
-// Selection: all scores of the newest `fill_tiles` tiles are stored; then each row's k best of them are kept and the k-th best is the row's
-// gate. Of all later scores only those that pass the gate are appended to the row's list; when a list could overflow before the next
+// Selection: all scores of the newest `fill_tiles` tiles are stored; the row's gate is a score that k of them reach. Of all later scores
+// only those that pass the gate are appended to the row's list; when a list could overflow before the next
 // check, the worker stops, the list is cut to its k best (exactly, by 64-bit keys) and the gate rises. So no list ever overflows and
 // nothing that could belong to the k best is dropped. The lists lie in global memory, one per row *in flight*: their size does not
 // depend on the number of queries or keys. Each warp appends to its own segment of a list, without atomics, so that the result,
@@ -50,10 +50,12 @@ inline bool make_maps(const void* k, const float* k_scale, int keys, CUtensorMap
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// Slots of one row's list: k kept keys and behind them first the scores of the fill tiles, later a segment per math warp.
+// Slots of one row's list before its segments: k kept keys, and the scores of the fill tiles.
+inline int front_slots(int k, int fill_tiles) { return k + fill_tiles * kTile / 2; }
+
+// Slots of one row's list: those, and a segment per math warp.
 inline int list_slots(int heads, int k, int segment, int fill_tiles) {
-  const int whole = fill_tiles * kTile / 2, split = (heads == 64 ? Config<64>::kWarps : Config<32>::kWarps) * segment;
-  return k + (whole > split ? whole : split);
+  return front_slots(k, fill_tiles) + (heads == 64 ? Config<64>::kWarps : Config<32>::kWarps) * segment;
 }
 
 // Queries whose ranges are cut into parts: those of all blocks but the first `whole` in order of work, which are the last ones.
@@ -72,8 +74,10 @@ int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params&
   cudaError_t status =
       cudaFuncSetAttribute(scan_kernel<kHeads, kDense>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (status != cudaSuccess) return static_cast<int>(status);
-  status = cudaMemsetAsync(p.counter, 0, sizeof(unsigned), stream);
-  if (status != cudaSuccess) return static_cast<int>(status);
+  if (p.items > p.workers) {
+    status = cudaMemsetAsync(p.counter, 0, sizeof(unsigned), stream);
+    if (status != cudaSuccess) return static_cast<int>(status);
+  }
   scan_kernel<kHeads, kDense><<<min(p.workers, (ctas + kWorkers - 1) / kWorkers), kWorkers * Config<kHeads>::kThreads, kBytes, stream>>>(
       k_map, scale_map, p);
   int code = launch_status();
@@ -151,6 +155,7 @@ DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_value
   p.items = static_cast<int>(items);
   p.workers = min(ctas, p.items);
   p.capacity = capacity;
+  p.front = front_slots(k, fill_tiles);
   p.segment = segment;
   const int groups = heads == 64 ? Config<64>::kGroups : Config<32>::kGroups;
   p.limit = segment - 16 * ((check_tiles + groups - 1) / groups);  // a warp adds at most 16 per tile of its group

@@ -4,8 +4,8 @@
 #include <cuda.h>
 
 #include "common.cuh"
+#include "litetopk_bins.cuh"
 #include "litetopk_ptx.cuh"
-#include "litetopk_select.cuh"
 
 namespace dsa {
 namespace litetopk {
@@ -53,7 +53,7 @@ struct Params {
   uint64_t* parts;     // [queries with cut ranges, splits, k]
   unsigned* counter;
   int queries, keys, k, whole, splits, items, workers;
-  int capacity, segment, limit, check_tiles, fill_tiles;
+  int capacity, front, segment, limit, check_tiles, fill_tiles;  // front: slots of a list before its segments
 };
 
 struct Item {
@@ -75,7 +75,8 @@ struct __align__(1024) Shared {
   int hist[4 * kGroups][select::kBins];
   select::Scratch scratch[4 * kGroups];
   float gate[kMaxRows];
-  int kept[kMaxRows];                // keys at the head of a row's list
+  float step[kMaxRows];              // from the gate to where the next cut is expected; 0: unknown
+  int kept[kMaxRows];                // keys at the head of a row's list; -1: the first scores are not cut yet
   int count[kMaxRows][4 * kGroups];  // keys in the warps' segments behind it
   Item item[3];
   uint64_t full[kGroups * kRing], empty[kGroups * kRing];
@@ -86,8 +87,11 @@ __device__ __forceinline__ void load_item(const Params& p, Item& item, int worke
   constexpr int kRows = kColumns / kHeads;
   unsigned next = worker;
   if (!initial) {
-    if (lane == 0) next = p.workers + atomicAdd(p.counter, 1u);
-    next = __shfl_sync(~0u, next, 0);
+    next = p.workers;
+    if (p.items > p.workers) {  // otherwise the counter is not set
+      if (lane == 0) next += atomicAdd(p.counter, 1u);
+      next = __shfl_sync(~0u, next, 0);
+    }
   }
   if (next >= static_cast<unsigned>(p.items)) {
     if (lane == 0) item.first_query = -1;
@@ -163,34 +167,38 @@ __device__ __forceinline__ void load_queries(const Params& p, Shared& s, int fir
   ptx::fence_async_proxy();
 }
 
-// Takes the k best of a row's list. One warp. Before the item's end they become the list's head and set the gate; at its end they are
-// written as positions, or as keys for the merge of the parts.
+// Cuts a row's list (select::cut_row). One warp. Before the item's end the keys become the list's head, at its end they are written as
+// positions, or as keys for the merge of the parts.
 template <int kGroups>
-__device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, const Item& item, uint64_t* list, int row, int whole,
+__device__ __forceinline__ void take_best(const Params& p, Shared<kGroups>& s, const Item& item, uint64_t* list, int row, bool whole,
                                           int next, int warp, int lane) {
-  const int first = item.base + (item.end - min(item.end - item.begin, p.fill_tiles)) * kTile;
-  const select::Segments<4 * kGroups> source{list, s.kept[row], p.k, p.segment, s.count[row], whole, first};
-  const select::Boundary b = select::find_boundary<32>(source, p.k, s.hist[warp], &s.scratch[warp], lane);
+  const int fill = min(item.end - item.begin, p.fill_tiles);
+  const bool fresh = whole || s.kept[row] < 0;
+  const select::Segments<4 * kGroups> source{list,
+                                             s.kept[row],
+                                             reinterpret_cast<const float*>(list + p.k),
+                                             fresh ? fill * kTile : 0,
+                                             item.base + (item.end - fill) * kTile,
+                                             list + p.front,
+                                             p.segment,
+                                             s.count[row]};
   const int64_t query = item.first_query + row;
-  const int ks = item.ks[row];
-  int32_t* out = p.out + query * p.out_stride;
-  uint64_t* keys = next >= 0 ? list : p.parts + (query * p.splits + item.split) * p.k;
   const bool positions = next < 0 && item.splits == 1;
-  uint64_t bound =
-      select::take_largest<32>(source, b, s.hist[warp], &s.scratch[warp], lane, [&](uint64_t key, int slot) {
-        if (positions)
-          out[slot] = select::key_position(key) - ks;
-        else
-          __stcg(keys + slot, key);
-      });
-  if (next >= 0) {
-    if (b.valid < p.k) bound = 0;
-    if (lane == 0) {
-      s.gate[row] = select::gate_of(bound, select::key_position(bound) < next);
-      s.kept[row] = min(b.valid, p.k);
-    }
-  } else if (!positions) {
-    for (int i = min(b.valid, p.k) + lane; i < p.k; i += 32) keys[i] = 0;
+  uint64_t* keys = next >= 0 || positions ? list : p.parts + (query * p.splits + item.split) * p.k;
+  const auto emit = [&](bool taken, uint64_t key, int slot) {
+    if (taken) __stcg(keys + slot, key);
+  };
+  const int taken = select::cut_row(source, whole, next, p.k, s.gate[row], s.step[row], s.kept[row], s.hist[warp], &s.scratch[warp], lane,
+                                    emit);
+  if (next >= 0) return;
+  __syncwarp();
+  if (positions) {
+    int32_t* out = p.out + query * p.out_stride;
+    const int ks = item.ks[row];
+#pragma unroll 4
+    for (int i = lane; i < p.k; i += 32) out[i] = select::key_position(__ldcg(reinterpret_cast<const unsigned long long*>(list + i))) - ks;
+  } else {
+    for (int i = taken + lane; i < p.k; i += 32) keys[i] = select::kNoKey;
   }
 }
 
@@ -248,7 +256,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
   const int key_row = warp % 4 * 16 + lane / 4;  // and key_row + 8
   uint64_t* lists = ptx::opaque(p.lists + static_cast<int64_t>(worker) * kRows * p.capacity);
   const uint64_t q_desc = ptx::wgmma_descriptor(s.q);
-  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.k + warp * p.segment; };  // within lists
+  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.front + warp * p.segment; };  // within lists
   Ring ring;
   ring.first = group * kRing;
   const auto sync = [&] { ptx::named_sync(1 + local, Config<kHeads>::kThreads); };
@@ -410,11 +418,11 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
           most = max(most, count);
         }
         if (!ptx::named_or(1 + local, Config<kHeads>::kThreads, finished || filling || most > p.limit)) continue;
-        const int whole = i <= fill ? i * kTile : 0;  // the list is still scores of all keys
+        const bool whole = i <= fill;  // the first cut, of the scores of all keys
         const int next = finished ? -1 : base + (begin + i - fill) * kTile;
         for (int row = warp; row < kRows; row += kWarps) {
           if (active >> row & 1) {
-            if (whole || tiles) take_best(p, s, item, lists + row * p.capacity, row, whole, next, warp, lane);
+            if (tiles) take_best(p, s, item, lists + row * p.capacity, row, whole, next, warp, lane);
           } else if (lane == 0) {
             s.gate[row] = INFINITY;
           }
@@ -437,7 +445,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
           // A part without tiles (the other parts have them) leaves no keys.
           if (tiles == 0)
             for (int i = lane; i < p.k; i += 32)
-              p.parts[(static_cast<int64_t>(first + row) * p.splits + item.split) * p.k + i] = 0;
+              p.parts[(static_cast<int64_t>(first + row) * p.splits + item.split) * p.k + i] = select::kNoKey;
         } else if (item.split == 0) {
           const int length = item.ke[row] - item.ks[row];
           for (int i = lane; i < p.k; i += 32) p.out[(first + row) * p.out_stride + i] = i < length ? i : -1;
@@ -479,7 +487,7 @@ __global__ void __launch_bounds__(Config<kHeads>::kWorkers* Config<kHeads>::kThr
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const uint64_t* parts, const int32_t* ks_of, const int32_t* ke_of, int32_t* out, int64_t out_stride, int keys, int k,
                  int splits) {
-  __shared__ int hist[select::kBins];
+  __shared__ __align__(16) int hist[select::kBins];
   __shared__ select::Scratch scratch;
   const int64_t row = blockIdx.x;
   const int ks = min(max(ks_of[row], 0), keys);
@@ -487,10 +495,17 @@ __global__ void __launch_bounds__(kMergeThreads)
   if (ke - ks <= k) return;
   const select::Array list{parts + row * splits * k, splits * k};
   const int thread = static_cast<int>(threadIdx.x);
+  const auto emit = [&](bool taken, uint64_t key, int at) {
+    if (taken) out[row * out_stride + at] = select::key_position(key) - ks;
+  };
+  select::Bins bins = k < 32 ? select::Bins{} : select::sampled_bins(list.keys, list.n, splits, thread % 32);
+  select::Cut cut;
+  if (select::try_bins<kMergeThreads>(list, bins, k, hist, thread, cut)) {
+    select::take_cut<kMergeThreads>(list, bins, cut, k, hist, &scratch, thread, emit);
+    return;
+  }
   const select::Boundary b = select::find_boundary<kMergeThreads>(list, k, hist, &scratch, thread);
-  select::take_largest<kMergeThreads>(list, b, hist, &scratch, thread, [&](uint64_t key, int at) {
-    out[row * out_stride + at] = select::key_position(key) - ks;
-  });
+  select::take_largest<kMergeThreads>(list, b, hist, &scratch, thread, emit);
 }
 
 }  // namespace litetopk

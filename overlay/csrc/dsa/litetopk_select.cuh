@@ -1,8 +1,9 @@
-// Exact selection of the largest `need` of `n` distinct 64-bit keys, by one warp or by one block.
+// Exact selection of the best `k` of `n` distinct candidates, by one warp or by one block.
 //
-// A key orders a candidate completely: the order-preserving bits of its FP32 score above the complement of its position, so a larger
-// key is a better candidate and equal scores prefer the lower position. 0 marks an empty slot. Radix selection over a key range that
-// shrinks to the bin holding the boundary; every range of distinct keys ends after at most 64 / log2(kBins) + 1 rounds.
+// A key is the FP32 score of a candidate above the complement of its position. Its rank, with the score's bits in an order-preserving
+// form, orders candidates completely: equal scores prefer the lower position. Radix selection over a range of ranks that shrinks to the
+// bin holding the boundary; every range of distinct ranks ends after at most 64 / log2(kBins) + 1 rounds. litetopk_bins.cuh has the
+// faster way that most lists take.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +22,25 @@ constexpr int kListMax = 128;  // boundary bins of at most this many keys are ra
 
 // Scores have no NaN and no -0 here (see finish_score).
 __device__ __forceinline__ uint64_t make_key(float score, int position) {
-  const int bits = __float_as_int(score);
-  const uint32_t ordered = static_cast<uint32_t>(bits ^ ((bits >> 31) | INT32_MIN));
-  return (static_cast<uint64_t>(ordered) << 32) | static_cast<uint32_t>(~position);
+  return (static_cast<uint64_t>(static_cast<uint32_t>(__float_as_int(score))) << 32) | static_cast<uint32_t>(~position);
 }
+constexpr uint64_t kNoKey = uint64_t{0xff800000u} << 32;  // an empty slot reads as -inf; a key's lower half is never 0
+__device__ __forceinline__ bool is_key(uint64_t key) { return static_cast<uint32_t>(key) != 0; }
 
 __device__ __forceinline__ int key_position(uint64_t key) { return ~static_cast<int>(static_cast<uint32_t>(key)); }
+__device__ __forceinline__ float key_score(uint64_t key) { return __uint_as_float(static_cast<uint32_t>(key >> 32)); }
 
-// A float t such that every score whose key exceeds `bound` is >= t. With `ties_lose` (no remaining position can win a tie at the
+// Larger for a better candidate, never 0; and the key that has it.
+__device__ __forceinline__ uint64_t rank_of(uint64_t key) {
+  const int bits = static_cast<int>(key >> 32);
+  return key ^ static_cast<uint64_t>(static_cast<uint32_t>((bits >> 31) | INT32_MIN)) << 32;
+}
+__device__ __forceinline__ uint64_t key_of(uint64_t rank) {
+  const int bits = static_cast<int>(rank >> 32);
+  return rank ^ static_cast<uint64_t>(static_cast<uint32_t>(~(bits >> 31) | INT32_MIN)) << 32;
+}
+
+// A float t such that every score whose rank exceeds `bound` is >= t. With `ties_lose` (no remaining position can win a tie at the
 // bound's score) t is the next float above that score, so that ties are refused by the comparison alone.
 __device__ __forceinline__ float gate_of(uint64_t bound, bool ties_lose) {
   uint32_t bits = static_cast<uint32_t>(bound >> 32);
@@ -51,113 +63,106 @@ __device__ __forceinline__ void group_sync() {
     __syncthreads();
 }
 
-// 16-byte loads that a thread has in flight: a selection waits for memory more than for anything else.
-#ifndef LT_UNROLL
-#define LT_UNROLL 8
-#endif
-constexpr int kUnroll = LT_UNROLL;
-
-// Calls f(key) for each of n keys (0 past the end), the same number of times in all threads and in step within a warp. All of a batch
-// is read before the first call of that batch.
-template <int kThreads, typename F>
-__device__ __forceinline__ void for_each_key(const uint64_t* keys, int n, int thread, F f) {
-  for (int base = 0; base < n; base += kThreads * 2 * kUnroll) {
-    ulonglong2 v[kUnroll];
+// Calls f(batch) with n keys in batches of 2 * kLoads for each thread, kNoKey past the end, the same number of times in all threads and
+// in step within a warp. All of a batch is read before its call.
+template <int kThreads, int kLoads, typename F>
+__device__ __forceinline__ void for_each_batch(const uint64_t* keys, int n, int thread, F f) {
+#pragma unroll 1
+  for (int base = 0; base < n; base += kThreads * 2 * kLoads) {
+    uint64_t batch[2 * kLoads];
 #pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
+    for (int u = 0; u < kLoads; ++u) {
       const int i = base + (u * kThreads + thread) * 2;
-      v[u] = make_ulonglong2(0, 0);
+      ulonglong2 v = make_ulonglong2(kNoKey, kNoKey);
       if (i + 1 < n)
-        v[u] = __ldcg(reinterpret_cast<const ulonglong2*>(keys + i));
+        v = __ldcg(reinterpret_cast<const ulonglong2*>(keys + i));
       else if (i < n)
-        v[u].x = __ldcg(reinterpret_cast<const unsigned long long*>(keys + i));
+        v.x = __ldcg(reinterpret_cast<const unsigned long long*>(keys + i));
+      batch[2 * u] = v.x;
+      batch[2 * u + 1] = v.y;
     }
     __syncwarp();
-#pragma unroll
-    for (int u = 0; u < kUnroll; ++u) {
-      f(static_cast<uint64_t>(v[u].x));
-      f(static_cast<uint64_t>(v[u].y));
-    }
-  }
-}
-
-// The same for n scores (a multiple of 4), NaN where there is no key; their positions count from `first` on. One warp.
-template <typename F>
-__device__ __forceinline__ void for_each_score(const float* scores, int n, int first, int lane, F f) {
-  constexpr int kLoads = kUnroll / 2;
-  const auto key = [](float score, int position) { return isnan(score) ? 0 : make_key(score, position); };
-  for (int base = 0; base < n; base += 32 * 4 * kLoads) {
-    float4 v[kLoads];
-#pragma unroll
-    for (int u = 0; u < kLoads; ++u) {
-      const int i = base + (u * 32 + lane) * 4;
-      v[u] = make_float4(NAN, NAN, NAN, NAN);
-      if (i < n) v[u] = __ldcg(reinterpret_cast<const float4*>(scores + i));
-    }
-    __syncwarp();
-#pragma unroll
-    for (int u = 0; u < kLoads; ++u) {
-      const int position = first + base + (u * 32 + lane) * 4;
-      f(key(v[u].x, position));
-      f(key(v[u].y, position + 1));
-      f(key(v[u].z, position + 2));
-      f(key(v[u].w, position + 3));
-    }
+    f(batch);
   }
 }
 
 // One contiguous array of keys.
 struct Array {
+  static constexpr int kLoads = 8;
   const uint64_t* keys;
   int n;
-  template <int kThreads, typename F>
+  template <int kThreads, int kLoads, typename F>
   __device__ __forceinline__ void visit(int thread, F f) const {
-    for_each_key<kThreads>(keys, n, thread, f);
+    for_each_batch<kThreads, kLoads>(keys, n, thread, f);
   }
 };
 
-// Behind `stride0` slots either `fresh` scores of the positions from `first` on, or, with fresh = 0, `kSegments` segments of `stride` slots
-// with counts[0 .. kSegments-1] keys each; then the slots before them begin with `kept` keys. One warp. Rows of 8 lanes read one segment
-// each, so that short segments do not leave lanes idle.
+// A row's list: `kept` keys at its head or, with `fresh`, so many scores (a multiple of 4; NaN: no key) of the positions from `first` on, as
+// they came; and `kSegments` segments of `stride` slots with counts[0 .. kSegments-1] keys each. One warp. Rows of 8 lanes read one
+// segment each, so that short segments do not leave lanes idle. All parts go through one call of f: the registers and the size of this
+// code cost the scan's loop.
 template <int kSegments>
 struct Segments {
-  const uint64_t* keys;
-  int kept, stride0, stride;
-  const int* counts;
+  static constexpr int kLoads = 4;  // more of them in flight gain less than they cost
+  const uint64_t* head;
+  int kept;
+  const float* scores;
   int fresh, first;
-  template <int kThreads, typename F>
+  const uint64_t* segments;
+  int stride;
+  const int* counts;
+  template <int kThreads, int kUsed, typename F>
   __device__ __forceinline__ void visit(int lane, F f) const {
-    static_assert(kThreads == 32 && kSegments % 4 == 0, "four segments at a time");
-    if (fresh) {
-      for_each_score(reinterpret_cast<const float*>(keys + stride0), fresh, first, lane, f);
-      return;
-    }
-    for_each_key<32>(keys, kept, lane, f);
+    static_assert(kThreads == 32 && kSegments % 4 == 0 && kUsed % 2 == 0, "four segments at a time, four scores for two loads of keys");
 #pragma unroll 1
-    for (int first = 0; first < kSegments; first += 4) {
-      const int segment = first + lane / 8;
-      const int count = counts[segment];
+    for (int four = -4; four < kSegments; four += 4) {  // the head counts as four
+      const bool at_head = four < 0, at_scores = at_head && fresh;
+      const int segment = four + lane / 8;
+      const int count = at_scores ? fresh : at_head ? kept
+                                                    : counts[segment];
       const int most = __reduce_max_sync(~0u, count);
-      const uint64_t* from = keys + stride0 + segment * stride;
-      for (int base = 0; base < most; base += 8 * 2 * kUnroll) {
-        ulonglong2 v[kUnroll];
+      const uint64_t* from = at_head ? head : segments + segment * stride;
+      const int step = at_head ? 64 : 16;
+      const int begin = (at_head ? lane : lane % 8) * 2;
+#pragma unroll 1
+      for (int base = 0; base < most; base += kUsed * step) {
+        uint64_t batch[2 * kUsed];
+        if (at_scores) {
 #pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          const int i = base + (u * 8 + lane % 8) * 2;
-          v[u] = make_ulonglong2(0, 0);
-          if (i < count) v[u] = __ldcg(reinterpret_cast<const ulonglong2*>(from + i));
-          if (i + 1 >= count) v[u].y = 0;
+          for (int u = 0; u < kUsed / 2; ++u) {
+            const int i = base + (u * 32 + lane) * 4;
+            float4 v = make_float4(NAN, NAN, NAN, NAN);
+            if (i < count) v = __ldcg(reinterpret_cast<const float4*>(scores + i));
+            const float score[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              batch[4 * u + j] = make_key(fmaxf(score[j], -INFINITY), isnan(score[j]) ? -1 : first + i + j);
+          }
+        } else {
+#pragma unroll
+          for (int u = 0; u < kUsed; ++u) {
+            const int i = base + begin + u * step;
+            ulonglong2 v = make_ulonglong2(kNoKey, kNoKey);
+            if (i < count) v = __ldcg(reinterpret_cast<const ulonglong2*>(from + i));
+            batch[2 * u] = v.x;
+            batch[2 * u + 1] = i + 1 < count ? v.y : kNoKey;
+          }
         }
         __syncwarp();
-#pragma unroll
-        for (int u = 0; u < kUnroll; ++u) {
-          f(static_cast<uint64_t>(v[u].x));
-          f(static_cast<uint64_t>(v[u].y));
-        }
+        f(batch);
       }
     }
   }
 };
+
+// Calls f(key) for each key of a source and each empty slot that it has to read.
+template <int kThreads, typename Source, typename F>
+__device__ __forceinline__ void for_each_key(const Source& source, int thread, F f) {
+  source.template visit<kThreads, Source::kLoads>(thread, [&](const auto& batch) {
+#pragma unroll
+    for (const uint64_t key : batch) f(key);
+  });
+}
 
 __device__ __forceinline__ uint64_t warp_min(uint64_t v) {
 #pragma unroll
@@ -171,10 +176,10 @@ __device__ __forceinline__ uint64_t warp_max(uint64_t v) {
 }
 
 struct Boundary {
-  uint64_t lo, hi;  // keys above hi are taken; of those in [lo, hi], the largest `need`
+  uint64_t lo, hi;  // ranks above hi are taken; of those in [lo, hi], the largest `need`
   int need;
-  int valid;  // non-empty keys
-  bool all;   // need == number of keys in [lo, hi], or all keys are taken
+  int valid;  // keys
+  bool all;   // need == number of ranks in [lo, hi], or all keys are taken
 };
 
 // hist: kBins ints; also the list of the boundary's keys in take_largest.
@@ -182,10 +187,10 @@ template <int kThreads, typename Source>
 __device__ Boundary find_boundary(const Source& source, int k, int* hist, Scratch* scratch, int thread) {
   uint64_t lo = ~0ull, hi = 0;
   int valid = 0;
-  source.template visit<kThreads>(thread, [&](uint64_t key) {
-    if (key) {
-      lo = min(lo, key);
-      hi = max(hi, key);
+  for_each_key<kThreads>(source, thread, [&](uint64_t key) {
+    if (is_key(key)) {
+      lo = min(lo, rank_of(key));
+      hi = max(hi, rank_of(key));
       ++valid;
     }
   });
@@ -227,8 +232,9 @@ __device__ Boundary find_boundary(const Source& source, int k, int* hist, Scratc
     static_assert(kBins == 1 << 9, "shift and bins belong together");
     for (int i = thread; i < kBins; i += kThreads) hist[i] = 0;
     group_sync<kThreads>();
-    source.template visit<kThreads>(thread, [&](uint64_t key) {
-      if (key >= lo && key <= hi) atomicAdd(&hist[static_cast<int>((key - lo) >> shift)], 1);
+    for_each_key<kThreads>(source, thread, [&](uint64_t key) {
+      const uint64_t rank = rank_of(key);
+      if (is_key(key) && rank >= lo && rank <= hi) atomicAdd(&hist[static_cast<int>((rank - lo) >> shift)], 1);
     });
     group_sync<kThreads>();
     if (thread < 32) {
@@ -269,8 +275,37 @@ __device__ Boundary find_boundary(const Source& source, int k, int* hist, Scratc
   }
 }
 
-// Calls emit(key, slot) once for each of the taken keys, with slots 0 .. taken-1 in an order that only the input decides. Returns a bound: exactly the taken keys
-// are >= it. A warp may emit into the array that it reads: slots never pass what has been read of the head.
+// Of `inside` ranks in shared memory the largest `need` are emitted, from slot `base` on; returns the smallest of them.
+template <int kThreads, typename Emit>
+__device__ __forceinline__ uint64_t take_listed(const uint64_t* list, int inside, int need, int base, Scratch* scratch, int thread,
+                                                Emit emit) {
+  for (int i = thread; i < inside; i += kThreads) {
+    const uint64_t rank = list[i];
+    int better = 0;
+#pragma unroll 1
+    for (int j = 0; j < inside; ++j) better += list[j] > rank;
+    if (better < need) emit(true, key_of(rank), base + better);
+    if (better == need - 1) scratch->lo = rank;
+  }
+  group_sync<kThreads>();
+  const uint64_t bound = scratch->lo;
+  group_sync<kThreads>();
+  return bound;
+}
+
+// Where a warp's keys start if each thread takes `mine`, so that their order does not depend on timing. Blocks only.
+template <int kThreads>
+__device__ __forceinline__ int start_of_warp(int mine, Scratch* scratch, int thread) {
+  mine = __reduce_add_sync(~0u, mine);
+  if (thread % 32 == 0) scratch->taken[thread / 32] = mine;
+  __syncthreads();
+  int start = 0;
+  for (int warp = 0; warp < thread / 32; ++warp) start += scratch->taken[warp];
+  return start;
+}
+
+// Calls emit(taken, key, slot) for keys, once for each of the taken ones, with slots 0 .. taken-1 in an order that only the input decides. Returns a bound:
+// exactly the taken keys' ranks are >= it. A warp may emit into the array that it reads: slots never pass what has been read of the head.
 template <int kThreads, typename Source, typename Emit>
 __device__ uint64_t take_largest(const Source& source, const Boundary& boundary, int* hist, Scratch* scratch, int thread,
                                  Emit emit) {
@@ -278,47 +313,35 @@ __device__ uint64_t take_largest(const Source& source, const Boundary& boundary,
   const int lane = thread % 32;
   const uint64_t floor = boundary.lo, ceiling = boundary.hi;
   const bool all = boundary.all;
+  const auto taken = [&](uint64_t key) {
+    const uint64_t rank = rank_of(key);
+    return is_key(key) && (all ? rank >= floor : rank > ceiling);
+  };
   if (thread == 0) scratch->inside = 0;
   int cursor = 0;
   if constexpr (kThreads > 32) {
-    // Where each warp's keys start, so that the order does not depend on timing.
-    if (thread < kThreads / 32) scratch->taken[thread] = 0;
-    __syncthreads();
     int mine = 0;
-    source.template visit<kThreads>(thread, [&](uint64_t key) { mine += key != 0 && (all ? key >= floor : key > ceiling); });
-    mine = __reduce_add_sync(~0u, mine);
-    if (lane == 0) scratch->taken[thread / 32] = mine;
-    __syncthreads();
-    for (int warp = 0; warp < thread / 32; ++warp) cursor += scratch->taken[warp];
+    for_each_key<kThreads>(source, thread, [&](uint64_t key) { mine += taken(key); });
+    cursor = start_of_warp<kThreads>(mine, scratch, thread);
   }
   group_sync<kThreads>();
-  source.template visit<kThreads>(thread, [&](uint64_t key) {
-    const bool taken = key != 0 && (all ? key >= floor : key > ceiling);
-    const unsigned vote = __ballot_sync(~0u, taken);
+  for_each_key<kThreads>(source, thread, [&](uint64_t key) {
+    const bool mine = taken(key);
+    const unsigned vote = __ballot_sync(~0u, mine);
     const int base = cursor;
     cursor += __popc(vote);
-    if (taken) emit(key, base + __popc(vote & ((1u << lane) - 1)));
-    if (!all && key >= floor && key <= ceiling) list[atomicAdd(&scratch->inside, 1)] = key;
+    emit(mine, key, base + __popc(vote & ((1u << lane) - 1)));
+    const uint64_t rank = rank_of(key);
+    if (!all && is_key(key) && rank >= floor && rank <= ceiling) list[atomicAdd(&scratch->inside, 1)] = rank;
   });
   group_sync<kThreads>();
   if (all) return floor;
-  const int inside = scratch->inside;
   int base = cursor;
   if constexpr (kThreads > 32) {
     base = 0;
     for (int warp = 0; warp < kThreads / 32; ++warp) base += scratch->taken[warp];
   }
-  for (int i = thread; i < inside; i += kThreads) {
-    const uint64_t key = list[i];
-    int rank = 0;
-    for (int j = 0; j < inside; ++j) rank += list[j] > key;
-    if (rank < boundary.need) emit(key, base + rank);
-    if (rank == boundary.need - 1) scratch->lo = key;
-  }
-  group_sync<kThreads>();
-  const uint64_t bound = scratch->lo;
-  group_sync<kThreads>();
-  return bound;
+  return take_listed<kThreads>(list, scratch->inside, boundary.need, base, scratch, thread, emit);
 }
 
 }  // namespace select

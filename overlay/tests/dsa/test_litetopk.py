@@ -69,7 +69,10 @@ def test_every_plan_is_valid_and_bounded(heads: int, multiprocessors: int) -> No
 
 def test_few_queries_are_cut_and_full_waves_are_not() -> None:
     assert plan.plan(8, 1 << 20, 64, 2048, 132).splits > 30
-    assert plan.plan(8, 6000, 64, 2048, 132).splits == 1
+    assert plan.plan(8, 4000, 64, 2048, 132).splits == 1
+    # One worker for each multiprocessor, or all three: a few more would share theirs with others.
+    assert 7 / 8 * 132 < 64 / 8 * plan.plan(64, 1 << 15, 32, 2048, 132).splits <= 132
+    assert 7 / 8 * 396 < 64 / 4 * plan.plan(64, 1 << 17, 64, 2048, 132).splits <= 396
     full = plan.plan(4 * 396 * 5, 1 << 20, 64, 2048, 132)
     assert full.splits == 1 and full.whole == 396 * 5
     tail = plan.plan(4 * 396 * 5 + 8, 1 << 20, 64, 2048, 132)

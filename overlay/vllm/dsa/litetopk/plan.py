@@ -19,15 +19,19 @@ MAX_KEYS = 1 << 20
 
 _COLUMNS = 256  # query heads of one block
 _TILE = 64  # keys of one tile
-_CTAS_PER_MULTIPROCESSOR = {32: 2, 64: 3}  # as csrc/dsa/litetopk.cu
+_CTAS_PER_MULTIPROCESSOR = {32: 2, 64: 3}  # workers, as csrc/dsa/litetopk_scan.cuh has them
 _WARPS = {32: 8, 64: 4}
-_SEGMENT = {32: 768, 64: 1536}  # candidates of one warp and query between two cuts
+_SEGMENT = {32: 512, 64: 1024}  # candidates of one warp and query between two cuts
 _CHECK_TILES = 16
-_FILL_TILES = 64
-# Costs in keys of one block: what a part costs beyond its keys, and one more part to merge.
-_PART_COST = 6000
-_MERGE_COST = 400
-_MIN_PART = 4096  # keys
+_FILL_TILES = 96
+# How many times faster a worker is when only one, two or all of its multiprocessor work.
+_SPEED = {32: (1.4, 1.0), 64: (1.5, 1.2, 1.0)}
+# Costs in keys of one block: what a part costs beyond its keys, and one more part to merge, for as many
+# queries as the card merges at a time.
+_PART_COST = 1500
+_MERGE_COST = {32: 100, 64: 60}
+_MERGES_PER_MULTIPROCESSOR = 2
+_MIN_PART = 2048  # keys
 _MAX_PARTS = 128
 
 
@@ -38,7 +42,7 @@ class Plan:
     Attributes:
         whole: blocks whose key range is not cut, counted in the order of work (the last queries first).
         splits: parts of every other block's key range.
-        ctas: CTAs launched at most.
+        ctas: workers at most, of which each multiprocessor has two (32 heads) or three (64).
         segment: candidates kept per warp and query between two cuts.
         check_tiles: tiles between two checks.
         fill_tiles: tiles that are kept whole before the first cut.
@@ -86,7 +90,7 @@ def plan(queries: int, keys: int, heads: int, k: int, multiprocessors: int) -> P
     ctas = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
     blocks = -(-queries // rows)
     whole = blocks // ctas * ctas
-    splits = _parts(blocks - whole, keys, ctas)
+    splits = _parts(blocks - whole, keys, heads, multiprocessors)
     if splits == 1:
         whole = blocks
     segment, check, fill = _SEGMENT[heads], _CHECK_TILES, _FILL_TILES
@@ -94,15 +98,19 @@ def plan(queries: int, keys: int, heads: int, k: int, multiprocessors: int) -> P
     return Plan(whole, splits, ctas, segment, check, fill, workspace)
 
 
-def _parts(blocks: int, keys: int, ctas: int) -> int:
+def _parts(blocks: int, keys: int, heads: int, multiprocessors: int) -> int:
     """Return into how many parts the ranges of the ``blocks`` that do not fill the card are best cut."""
     if blocks == 0:
         return 1
-    most = max(1, min(_MAX_PARTS, keys // _MIN_PART, 2 * ctas // blocks))
+    workers = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
+    most = max(1, min(_MAX_PARTS, keys // _MIN_PART, 2 * workers // blocks))
+    merges = -(-blocks * (_COLUMNS // heads) // (_MERGES_PER_MULTIPROCESSOR * multiprocessors))
 
     def cost(parts: int) -> float:
-        waves = -(-blocks * parts // ctas)
-        return waves * (keys / parts + _PART_COST) + (_MERGE_COST * parts if parts > 1 else 0)
+        waves, rest = divmod(blocks * parts, workers)
+        last = 1 / _SPEED[heads][-(-rest // multiprocessors) - 1] if rest else 0
+        merging = _MERGE_COST[heads] * parts * merges if parts > 1 else 0
+        return (waves + last) * (keys / parts + _PART_COST) + merging
 
     return min(range(1, most + 1), key=cost)
 
@@ -112,7 +120,7 @@ def workspace_bytes(
 ) -> int:
     """Return the workspace of one call in bytes; the same number as ``dsa_litetopk_workspace_bytes``."""
     rows = _COLUMNS // heads
-    slots = k + max(fill_tiles * _TILE // 2, _WARPS[heads] * segment)
+    slots = k + fill_tiles * _TILE // 2 + _WARPS[heads] * segment
     blocks = -(-queries // rows)
     merged = min(queries, max(0, blocks - whole) * rows) if splits > 1 else 0
     return 256 + _aligned(ctas * rows * slots * 8) + _aligned(merged * splits * k * 8)
