@@ -39,7 +39,7 @@ float score_of(const std::string& shape, int i, int n) {
   wrong("no such shape");
 }
 
-constexpr int kSegments = 4, kStride = 64, kFirst = 1000;
+constexpr int kSegments = 4, kLists = chosen::kLists, kStride = 64, kFirst = 1000;
 alignas(16) uint64_t list[(1 << 16) + kSegments * kStride];
 struct Result {
   std::vector<uint64_t> keys;
@@ -101,7 +101,7 @@ void scan_row(const std::string& shape, int n, int k, unsigned seed) {
     uint64_t* segments = list + k + kFill / 2;
     const int fill = std::min(n / 64 * 64, kFill), first = n - fill;
     for (int i = 0; i < fill; ++i) scores[i] = all[first + i];
-    int counts[kSegments] = {}, kept = 12345;
+    int counts[kSegments * kLists] = {}, kept = 12345;
     float gate = INFINITY, step = NAN;
     std::vector<uint64_t> out(k);
     const auto cut = [&](bool whole, int next) {
@@ -117,11 +117,12 @@ void scan_row(const std::string& shape, int n, int k, unsigned seed) {
     };
     cut(true, first ? 0 : -1);
     for (int i = 0; i < first; ++i) {
-      const int segment = i / 16 % kSegments;
-      if (all[i] >= gate) segments[segment * kSegment + counts[segment]++] = chosen::make_key(all[i], i);
+      const int segment = i / 16 % kSegments, column = i % kLists;
+      int& count = counts[segment * kLists + column];
+      if (all[i] >= gate) segments[segment * kSegment + kLists * count++ + column] = chosen::make_key(all[i], i);
       if (i + 1 == first)
         cut(false, -1);
-      else if (i % kCheck == kCheck - 1 && *std::max_element(counts, counts + kSegments) > kSegment - kCheck)
+      else if (i % kCheck == kCheck - 1 && *std::max_element(std::begin(counts), std::end(counts)) > (kSegment - kCheck / kSegments) / kLists)
         cut(false, i + 1);
     }
     if (run && out != taken) wrong("another order of threads gave another result");
@@ -150,8 +151,10 @@ int main(int argc, char** argv) {
     std::printf("ok\n");
     return 0;
   }
-  // A head of n keys; behind it, with one warp, segments of different lengths.
-  int counts[kSegments] = {0, 1, kStride, 17};
+  // A head of n keys; behind it, with one warp, segments whose lists are empty, all but one empty, full, and of different lengths.
+  int counts[kSegments * kLists] = {};
+  counts[kLists + 3] = 1;
+  for (int i = 0; i < kLists; ++i) counts[2 * kLists + i] = kStride / kLists, counts[3 * kLists + i] = i * 5 % 9;
   std::vector<uint64_t> all;
   const auto key_at = [&](int i) -> uint64_t {
     const float score = score_of(shape, i, n);
@@ -162,9 +165,10 @@ int main(int argc, char** argv) {
   const int behind = (n + 1) / 2 * 2;  // segments begin at a multiple of 16 bytes
   if (warps == 1)
     for (int s = 0; s < kSegments; ++s)
-      for (int j = 0; j < counts[s]; ++j) {
+      for (int j = 0; j < kStride; ++j) {
         const float score = std::fabs(normal());
-        all.push_back(list[behind + s * kStride + j] = chosen::make_key(score, 1 << 17 | s << 8 | j));
+        list[behind + s * kStride + j] = chosen::make_key(score, 1 << 17 | s << 8 | j);
+        if (j / kLists < counts[s * kLists + j % kLists]) all.push_back(list[behind + s * kStride + j]);
       }
   if (warps == 0) {
     if (n % 4) wrong("the scores of tiles are a multiple of 4");
@@ -183,7 +187,7 @@ int main(int argc, char** argv) {
   std::sort(all.begin(), all.end(), std::greater<uint64_t>());
   const int taken = std::min<int>(k, static_cast<int>(all.size()));
 
-  const int none[kSegments] = {};
+  const int none[kSegments * kLists] = {};
   const chosen::Segments<kSegments> segments{list, n, nullptr, 0, 0, list + behind, kStride, counts};
   const float* scores = reinterpret_cast<const float*>(list + k + k % 2);
   const chosen::Segments<kSegments> fresh{list, -1, scores, n, kFirst, list, kStride, none};

@@ -158,7 +158,7 @@ DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_value
   p.front = front_slots(k, fill_tiles);
   p.segment = segment;
   const int groups = heads == 64 ? Config<64>::kGroups : Config<32>::kGroups;
-  p.limit = segment - 16 * ((check_tiles + groups - 1) / groups);  // a warp adds at most 16 per tile of its group
+  p.limit = segment / dsa::select::kLists - 2 * ((check_tiles + groups - 1) / groups);  // a lane adds at most 2 per tile of its group
   p.check_tiles = check_tiles;
   p.fill_tiles = fill_tiles;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);

@@ -62,17 +62,14 @@ __device__ __forceinline__ uint64_t* opaque(uint64_t* p) {
   return p;
 }
 
-__device__ __forceinline__ uint64_t* element(uint64_t* base, unsigned i) {
-  uint64_t* p;
-  asm("mad.wide.u32 %0, %1, 8, %2;" : "=l"(p) : "r"(i), "l"(base));
-  return p;
-}
-
-// A store to global memory without a branch, cached in L2 alone.
-__device__ __forceinline__ void store_if(bool condition, uint64_t* p, uint64_t value) {
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %0, 0;\n@p st.global.cg.b64 [%1], %2;\n}" ::"r"(static_cast<int>(condition)), "l"(p),
-               "l"(value)
-               : "memory");
+// If score reaches the gate: stores {score, low} `at` bytes behind lists, cached in L2 alone, and moves `at` on by `step`. No branch.
+__device__ __forceinline__ void append_if_passes(float score, float gate, uint32_t low, uint64_t* lists, uint32_t& at, int step) {
+  asm volatile(
+      "{\n.reg .pred p;\n.reg .b64 to;\nsetp.ge.f32 p, %1, %2;\ncvt.u64.u32 to, %0;\nadd.u64 to, to, %4;\n"
+      "@p st.global.cg.v2.b32 [to], {%3, %5};\n@p add.u32 %0, %0, %6;\n}"
+      : "+r"(at)
+      : "f"(score), "f"(gate), "r"(low), "l"(lists), "r"(__float_as_uint(score)), "r"(step)
+      : "memory");
 }
 
 __device__ __forceinline__ void fence_async_proxy() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

@@ -75,9 +75,9 @@ struct __align__(1024) Shared {
   int hist[4 * kGroups][select::kBins];
   select::Scratch scratch[4 * kGroups];
   float gate[kMaxRows];
-  float step[kMaxRows];              // from the gate to where the next cut is expected; 0: unknown
-  int kept[kMaxRows];                // keys at the head of a row's list; -1: the first scores are not cut yet
-  int count[kMaxRows][4 * kGroups];  // keys in the warps' segments behind it
+  float step[kMaxRows];                               // from the gate to where the next cut is expected; 0: unknown
+  int kept[kMaxRows];                                 // keys at the head of a row's list; -1: the first scores are not cut yet
+  int count[kMaxRows][4 * kGroups * select::kLists];  // keys in the lists of the warps' lanes behind it
   Item item[3];
   uint64_t full[kGroups * kRing], empty[kGroups * kRing];
 };
@@ -256,7 +256,8 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
   const int key_row = warp % 4 * 16 + lane / 4;  // and key_row + 8
   uint64_t* lists = ptx::opaque(p.lists + static_cast<int64_t>(worker) * kRows * p.capacity);
   const uint64_t q_desc = ptx::wgmma_descriptor(s.q);
-  const auto segment = [&](int r) { return (lane % 4 + 4 * r) * p.capacity + p.front + warp * p.segment; };  // within lists
+  // Where this lane's list of candidates for its r-th query begins, in bytes within lists.
+  const auto segment = [&](int r) { return 8u * ((lane % 4 + 4 * r) * p.capacity + p.front + warp * p.segment + lane / 4); };
   Ring ring;
   ring.first = group * kRing;
   const auto sync = [&] { ptx::named_sync(1 + local, Config<kHeads>::kThreads); };
@@ -279,7 +280,7 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
     // Own tile in which this warp fetches the next but one; none in the first, whose successors are there.
     int turn = (4 - warp % 4) * kGroups + group;
     float gate[kLaneRows];
-    unsigned cursor[kLaneRows];  // where this warp's next candidate of this lane's queries goes
+    uint32_t cursor[kLaneRows];  // where this lane's next candidate of its queries goes
 #pragma unroll
     for (int r = 0; r < kLaneRows; ++r) {
       gate[r] = INFINITY;
@@ -337,16 +338,8 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         }
       };
       const auto append = [&](int r, float score0, float score1) {
-        const bool pass0 = score0 >= gate[r], pass1 = score1 >= gate[r];
-        const unsigned vote0 = __ballot_sync(~0u, pass0), vote1 = __ballot_sync(~0u, pass1);
-        if (vote0 | vote1) {
-          // Four bits per lane of this query, of which two are used: its scores pass. Half the counting of two masks.
-          const unsigned passed = (vote0 >> lane % 4 & 0x11111111u) | (vote1 >> lane % 4 & 0x11111111u) << 1;
-          uint64_t* at = ptx::element(lists, cursor[r] + __popc(passed & ((1u << lane / 4 * 4) - 1)));
-          ptx::store_if(pass0, at, select::make_key(score0, static_cast<int>(~low)));
-          ptx::store_if(pass1, at + pass0, select::make_key(score1, static_cast<int>(~low) + 8));
-          cursor[r] += __popc(passed);
-        }
+        ptx::append_if_passes(score0, gate[r], low, lists, cursor[r], 8 * select::kLists);
+        ptx::append_if_passes(score1, gate[r], low - 8, lists, cursor[r], 8 * select::kLists);
       };
       // Stores, filters or dumps the two scores that are complete; r: which of the lane's queries.
       const auto deliver = [&](int r, float scale0, float scale1) {
@@ -413,8 +406,8 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         int most = 0;
 #pragma unroll
         for (int r = 0; r < kLaneRows; ++r) {
-          const int count = static_cast<int>(cursor[r]) - segment(r);
-          if (lane < 4) s.count[lane + 4 * r][warp] = count;
+          const int count = static_cast<int>((cursor[r] - segment(r)) / (8 * select::kLists));
+          s.count[lane % 4 + 4 * r][warp * select::kLists + lane / 4] = count;
           most = max(most, count);
         }
         if (!ptx::named_or(1 + local, Config<kHeads>::kThreads, finished || filling || most > p.limit)) continue;

@@ -98,9 +98,11 @@ struct Array {
 };
 
 // A row's list: `kept` keys at its head or, with `fresh`, so many scores (a multiple of 4; NaN: no key) of the positions from `first` on, as
-// they came; and `kSegments` segments of `stride` slots with counts[0 .. kSegments-1] keys each. One warp. Rows of 8 lanes read one
-// segment each, so that short segments do not leave lanes idle. All parts go through one call of f: the registers and the size of this
+// they came; and `kSegments` segments of `stride` slots, each of which holds kLists lists, slot j of list i at j * kLists + i, with
+// counts[segment * kLists + i] keys. One warp. Rows of 8 lanes read one segment each, so that short segments do not leave lanes idle. All parts go through one call of f: the registers and the size of this
 // code cost the scan's loop.
+constexpr int kLists = 8;  // lanes of a warp that have scores of one row
+
 template <int kSegments>
 struct Segments {
   static constexpr int kLoads = 4;  // more of them in flight gain less than they cost
@@ -118,9 +120,14 @@ struct Segments {
     for (int four = -4; four < kSegments; four += 4) {  // the head counts as four
       const bool at_head = four < 0, at_scores = at_head && fresh;
       const int segment = four + lane / 8;
+      // An even slot holds a key below the first number, the odd one behind it below the second.
+      const int* pair = counts + segment * kLists + lane % 4 * 2;
       const int count = at_scores ? fresh : at_head ? kept
-                                                    : counts[segment];
-      const int most = __reduce_max_sync(~0u, count);
+                                                    : pair[0] * kLists;
+      const int second = at_scores ? fresh : at_head ? kept - 1
+                                                     : pair[1] * kLists;
+      const int longer = max(count, second);
+      const int most = __reduce_max_sync(~0u, longer);
       const uint64_t* from = at_head ? head : segments + segment * stride;
       const int step = at_head ? 64 : 16;
       const int begin = (at_head ? lane : lane % 8) * 2;
@@ -143,9 +150,9 @@ struct Segments {
           for (int u = 0; u < kUsed; ++u) {
             const int i = base + begin + u * step;
             ulonglong2 v = make_ulonglong2(kNoKey, kNoKey);
-            if (i < count) v = __ldcg(reinterpret_cast<const ulonglong2*>(from + i));
-            batch[2 * u] = v.x;
-            batch[2 * u + 1] = i + 1 < count ? v.y : kNoKey;
+            if (i < longer) v = __ldcg(reinterpret_cast<const ulonglong2*>(from + i));
+            batch[2 * u] = i < count ? v.x : kNoKey;
+            batch[2 * u + 1] = i < second ? v.y : kNoKey;
           }
         }
         __syncwarp();
