@@ -39,6 +39,11 @@ struct Config {
   static constexpr int kThreads = 32 * kWarps;  // of a worker
 };
 
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
+
 struct Params {
   const uint8_t* q;
   int64_t q_stride;  // bytes
@@ -342,10 +347,10 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         ptx::append_if_passes(score1, gate[r], low - 8, lists, cursor[r], 8 * select::kLists);
       };
       // Stores, filters or dumps the two scores that are complete; r: which of the lane's queries.
-      const auto deliver = [&](int r, float scale0, float scale1) {
+      const auto deliver = [&](auto simple, int r, float scale0, float scale1) {
         float score0 = finish_score(__fadd_rn(sums[0], sums[1]), scale0);
         float score1 = finish_score(__fadd_rn(sums[2], sums[3]), scale1);
-        if (!plain) {
+        if constexpr (!simple.value) {
           const int row = lane % 4 + 4 * r;
           const int position0 = static_cast<int>(~low), position1 = position0 + 8;
           const int ks = item.ks[row], ke = item.ke[row];
@@ -372,31 +377,37 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
       };
 
       const auto clear = [&] { sums[0] = sums[1] = sums[2] = sums[3] = 0.0f; };
-      for (; tile < stop; tile += kGroups, low -= kGroups * kTile) {
-        float d[64];
-        const int stage = ring.advance(s);
-        issue(d, stage, 0);
-        const float scale0 = s.scales[stage][key_row], scale1 = s.scales[stage][key_row + 8];
-        clear();
-        ptx::wgmma_wait<0>(d);
-        accumulate(d, 0);
-        if (kHeads == 32) {
-          deliver(0, scale0, scale1);
+      const auto run = [&](auto simple) {
+        for (; tile < stop; tile += kGroups, low -= kGroups * kTile) {
+          float d[64];
+          const int stage = ring.advance(s);
+          issue(d, stage, 0);
+          const float scale0 = s.scales[stage][key_row], scale1 = s.scales[stage][key_row + 8];
           clear();
+          ptx::wgmma_wait<0>(d);
+          accumulate(d, 0);
+          if (kHeads == 32) {
+            deliver(simple, 0, scale0, scale1);
+            clear();
+          }
+          issue(d, stage, 1);
+          ptx::wgmma_wait<0>(d);
+          if (lane == 0) ptx::barrier_arrive(&s.empty[stage]);
+          accumulate(d, 1);
+          deliver(simple, kLaneRows - 1, scale0, scale1);
+          if (tile == turn) {
+            // All warps of the group have left the stage of the tile before.
+            const int later = tile + kGroups * (kRing - 1);
+            turn += 4 * kGroups;
+            if (lane == 0 && later < tiles)
+              ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile, 1);
+          }
         }
-        issue(d, stage, 1);
-        ptx::wgmma_wait<0>(d);
-        if (lane == 0) ptx::barrier_arrive(&s.empty[stage]);
-        accumulate(d, 1);
-        deliver(kLaneRows - 1, scale0, scale1);
-        if (tile == turn) {
-          // All warps of the group have left the stage of the tile before.
-          const int later = tile + kGroups * (kRing - 1);
-          turn += 4 * kGroups;
-          if (lane == 0 && later < tiles)
-            ring.fetch(s, k_map, scale_map, base + tile_at(begin, end, fill, later) * kTile, 1);
-        }
-      }
+      };
+      if (!kDense && plain)
+        run(Flag<true>());
+      else
+        run(Flag<false>());
       __syncwarp();
       i = stop;
       const bool finished = i == tiles;
