@@ -10,7 +10,7 @@
 // only those that pass the gate are appended to the row's list; when a list could overflow before the next
 // check, the worker stops, the list is cut to its k best (exactly, by 64-bit keys) and the gate rises. So no list ever overflows and
 // nothing that could belong to the k best is dropped. The lists lie in global memory, one per row *in flight*: their size does not
-// depend on the number of queries or keys. Each warp appends to its own segment of a list, without atomics, so that the result,
+// depend on the number of queries or keys. Each lane appends to a list of its own, without atomics, so that the result,
 // order included, is the same on every run. With `splits` > 1 the key ranges of the last blocks are cut into parts, each part leaves
 // its k best keys, and a second kernel takes the k best of those. docs/litetopk.md has the proof.
 #include <cuda.h>
@@ -53,7 +53,7 @@ inline bool make_maps(const void* k, const float* k_scale, int keys, CUtensorMap
 // Slots of one row's list before its segments: k kept keys, and the scores of the fill tiles.
 inline int front_slots(int k, int fill_tiles) { return k + fill_tiles * kTile / 2; }
 
-// Slots of one row's list: those, and a segment per math warp.
+// Slots of one row's list: those, and a segment per math warp, which its lanes part among themselves.
 inline int list_slots(int heads, int k, int segment, int fill_tiles) {
   return front_slots(k, fill_tiles) + (heads == 64 ? Config<64>::kWarps : Config<32>::kWarps) * segment;
 }

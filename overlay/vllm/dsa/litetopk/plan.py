@@ -21,7 +21,7 @@ _COLUMNS = 256  # query heads of one block
 _TILE = 64  # keys of one tile
 _CTAS_PER_MULTIPROCESSOR = {32: 2, 64: 3}  # workers, as csrc/dsa/litetopk_scan.cuh has them
 _WARPS = {32: 8, 64: 4}
-_SEGMENT = {32: 512, 64: 1024}  # candidates of one warp and query between two cuts
+_SEGMENT = {32: 768, 64: 1536}  # candidates of one warp and query between two cuts, parted among its lanes
 _CHECK_TILES = 16
 _FILL_TILES = 96
 # How many times faster a worker is when only one, two or all of its multiprocessor work.
@@ -43,7 +43,7 @@ class Plan:
         whole: blocks whose key range is not cut, counted in the order of work (the last queries first).
         splits: parts of every other block's key range.
         ctas: workers at most, of which each multiprocessor has two (32 heads) or three (64).
-        segment: candidates kept per warp and query between two cuts.
+        segment: candidates that fit between two cuts per warp and query; each of 8 lanes has an eighth.
         check_tiles: tiles between two checks.
         fill_tiles: tiles that are kept whole before the first cut.
         workspace: bytes. Does not grow with the number of queries times the number of keys.
