@@ -11,7 +11,7 @@ namespace dsa {
 namespace litetopk {
 
 // What a roofline measurement leaves out (bench/litetopk_roofline.py builds these; results are wrong then): 1 appending, 2 also the
-// weighted sums, 3 instead of those the products.
+// products.
 #ifndef LT_PROBE
 #define LT_PROBE 0
 #endif
@@ -315,17 +315,12 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         const uint64_t k_desc = ptx::wgmma_descriptor(s.keys[stage]);
         ptx::wgmma_fence();
 #pragma unroll
-        for (int part = 0; part < (kProbe == 3 ? 0 : kDim / 32); ++part)
+        for (int part = 0; part < (kProbe == 2 ? 0 : kDim / 32); ++part)
           ptx::wgmma_m64n128k32_e4m3(d, k_desc + part * 2, q_desc + half * (128 * kDim / 16) + part * 2, part != 0);
         ptx::wgmma_commit();
       };
       // Adds the weighted heads of half the columns to sums[0..1] (key_row) and sums[2..3] (key_row + 8).
       const auto accumulate = [&](const float (&d)[64], int half) {
-        if constexpr (kProbe == 2) {
-#pragma unroll
-          for (int j = 0; j < 64; ++j) asm volatile("" ::"f"(d[j]));
-          return;
-        }
         constexpr bool kEven = Config<kHeads>::kAddedRelu & 1, kOdd = Config<kHeads>::kAddedRelu >> 1;
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
