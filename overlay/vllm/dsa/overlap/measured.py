@@ -56,6 +56,21 @@ MEASURED: tuple[Entry, ...] = (
     Entry(
         "0.33.0",
         "h200",
+        8,
+        32,
+        "FULL",
+        (
+            (1, "full"),
+            (4, "full"),
+            (16, "full"),
+            (32, "full"),
+            (64, "full"),
+        ),
+        "fp8",
+    ),
+    Entry(
+        "0.33.0",
+        "h200",
         16,
         64,
         "FULL",
@@ -66,5 +81,20 @@ MEASURED: tuple[Entry, ...] = (
             (32, "full"),
             (64, "full"),
         ),
+    ),
+    Entry(
+        "0.33.0",
+        "h200",
+        16,
+        64,
+        "FULL",
+        (
+            (1, "full"),
+            (4, "full"),
+            (16, "full"),
+            (32, "full"),
+            (64, "full"),
+        ),
+        "fp8",
     ),
 )
