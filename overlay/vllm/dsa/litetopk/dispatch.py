@@ -16,7 +16,7 @@ from vllm.dsa.litetopk.plan import MAX_KEYS
 #: not, or none was measured. Between two measured numbers of queries (8, 64, 512, 1024, 2048, 4096, 8192)
 #: both must be fast; the last row begins an eighth below 8192, because a chunk that shares its step with
 #: decodes is a little shorter than the step's budget.
-TABLE = ((8, 1 << 15), (64, 1 << 16), (2048, 1 << 18), (7167, 1 << 17), (1 << 31, 1 << 16))
+TABLE = ((64, 1 << 15), (1024, 1 << 18), (7167, 1 << 17), (1 << 31, 1 << 16))
 
 #: The table was measured with this top-k only, that of DeepSeek-V3.2 and GLM-5.x.
 MEASURED_K = 2048
