@@ -127,7 +127,7 @@ def let_auto_act(up_to: int = 0, weights: str = "") -> None:
     """Let ``auto`` of this process do what was measured, checked or not: here it is what is looked at.
 
     Args:
-        up_to: tokens up to which it does what it does at the most that were measured, if that is less.
+        up_to: tokens up to which it does what it chose last, if that is more: also where it chose off.
         weights: with such weights (`vllm.dsa.overlap.auto.weights_kind`) it does as with unquantised ones.
     """
     from vllm.dsa import provenance
@@ -140,9 +140,11 @@ def let_auto_act(up_to: int = 0, weights: str = "") -> None:
             if entry.weights:
                 continue
             entry = dataclasses.replace(entry, weights=weights)
-        most, mode = entry.points[-1]
-        further = ((up_to, mode),) if up_to > most else ()
-        entries.append(dataclasses.replace(entry, points=(*entry.points, *further)))
+        most = entry.chosen_up_to()
+        if most and up_to > most:
+            chosen = tuple(point for point in entry.points if point[0] <= most)
+            entry = dataclasses.replace(entry, points=(*chosen, (up_to, chosen[-1][1])))
+        entries.append(entry)
     measured.MEASURED = tuple(entries)
 
 
