@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Overlap on the compiled line without a GPU: order, lifetimes, gates, graphs; streams are doubles."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -649,6 +650,31 @@ def test_auto_leaves_upstreams_graph_where_larger_batches_may_come(
     most = min(sequences, captured or sequences)
     reason = f"auto acts as off: measured up to 64 sequences, decode graphs hold up to {most}"
     assert auto.unmeasured(engine.config) == (None if runs else reason)
+
+
+def test_auto_forks_no_larger_batch_than_its_decode_graphs_hold(engine, monkeypatch: pytest.MonkeyPatch):
+    """A prefill of 65 to 256 tokens may run without a graph, where a fork costs the host's time."""
+    from vllm.dsa.overlap import measured
+
+    measure(monkeypatch, ((1, "full"), (64, "full"), (256, "full")))
+    other = dataclasses.replace(
+        measured.MEASURED[0], heads=cases.HEADS + 1, points=((1, "full"), (64, "full"))
+    )
+    monkeypatch.setattr(measured, "MEASURED", (*measured.MEASURED, other))
+    overlap = attaching.attach(engine.layer)
+    chosen = [overlap._choose(tokens) for tokens in (1, 64, 65, 256)]
+    assert chosen == [Mode.FULL, Mode.FULL, Mode.OFF, Mode.OFF]
+
+
+def test_auto_leaves_models_that_are_not_compiled(engine, monkeypatch: pytest.MonkeyPatch):
+    """Full graphs of decodes can be captured without compilation too; nothing was measured there."""
+    from vllm.dsa.overlap import auto
+
+    measure(monkeypatch, ((1, "full"), (64, "full")))
+    engine.compilation.mode = CompilationMode.NONE
+    engine.compilation.cudagraph_mode = CUDAGraphMode.FULL_DECODE_ONLY
+    assert attaching.attach(engine.layer) is None
+    assert auto.unmeasured(engine.config) == "auto acts as off: not measured without vLLM's compilation"
 
 
 @pytest.mark.parametrize("case", ["split", "invariant", "unmeasured"])

@@ -136,10 +136,24 @@ def unmeasured(config: Any | None) -> str | None:
         return f"auto acts as off: not measured with a KV cache of {cache}"
     if getattr(getattr(config, "attention_config", None), "hisparse_config", None) is not None:
         return "auto acts as off: not measured with HiSparse"
+    if line == COMPILED and not compiled(config):
+        return "auto acts as off: not measured without vLLM's compilation"
     most = decoded_in_graphs(config)
     if line == COMPILED and most > (counted := most_sequences(line)):
         return f"auto acts as off: measured up to {counted} sequences, decode graphs hold up to {most}"
     return None
+
+
+def compiled(config: Any) -> bool:
+    """Whether vLLM compiles the model; also True where the configuration does not tell.
+
+    Args:
+        config: a VllmConfig.
+    """
+    from vllm.config import CompilationMode
+
+    mode = getattr(getattr(config, "compilation_config", None), "mode", None)
+    return mode in (None, CompilationMode.VLLM_COMPILE)
 
 
 def most_sequences(line: str) -> int:

@@ -44,7 +44,7 @@ def attach(wrapper: Any) -> LayerOverlap | None:
         entry = measured(wrapper, config)
         if entry is None:
             return None  # said at start-up
-        choose = entry.mode
+        choose = limited(entry, auto.most_sequences(entry.line))
         whole = any(chosen == Mode.FULL.value for _, chosen in entry.points)
     reason = (
         gates.config_reason(config)
@@ -112,6 +112,14 @@ def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
     heads, index_heads = wrapper.num_heads, getattr(wrapper.indexer, "n_head", 0)
     graph, weights = "FULL" if full else "NONE", auto.weights_kind(config)
     return auto.find(line, card_here(), heads, index_heads, graph, weights)
+
+
+def limited(entry: auto.Entry, most: int) -> Callable[[int], Mode]:
+    """Return the choice of ``auto`` for a token count: OFF above ``most``, what its decode graphs may hold.
+
+    Larger batches run without a full graph, as prefills do; in those nothing was measured to gain.
+    """
+    return lambda tokens: entry.mode(tokens) if tokens <= most else Mode.OFF
 
 
 def why_not(wrapper: Any) -> str | None:
