@@ -69,7 +69,7 @@ inline int merged_rows(int64_t queries, int heads, int whole, int splits) {
 inline int64_t round_up(int64_t n) { return (n + 255) / 256 * 256; }
 
 template <int kHeads, bool kDense>
-int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params& p, int ctas, cudaStream_t stream) {
+int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params& p, int workers, cudaStream_t stream) {
   constexpr int kWorkers = Config<kHeads>::kWorkers, kBytes = kWorkers * sizeof(Shared<Config<kHeads>::kGroups>) + 1024;
   cudaError_t status =
       cudaFuncSetAttribute(scan_kernel<kHeads, kDense>, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
@@ -78,7 +78,7 @@ int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params&
     status = cudaMemsetAsync(p.counter, 0, sizeof(unsigned), stream);
     if (status != cudaSuccess) return static_cast<int>(status);
   }
-  scan_kernel<kHeads, kDense><<<min(p.workers, (ctas + kWorkers - 1) / kWorkers), kWorkers * Config<kHeads>::kThreads, kBytes, stream>>>(
+  scan_kernel<kHeads, kDense><<<min(p.workers, (workers + kWorkers - 1) / kWorkers), kWorkers * Config<kHeads>::kThreads, kBytes, stream>>>(
       k_map, scale_map, p);
   int code = launch_status();
   const int cut = merged_rows(p.queries, kHeads, p.whole, p.splits);
@@ -92,11 +92,11 @@ int launch(const CUtensorMap& k_map, const CUtensorMap& scale_map, const Params&
 
 // Bytes of workspace of one dsa_litetopk call, or an error code; vllm/dsa/litetopk/plan.py computes the same.
 DSA_EXPORT int64_t dsa_litetopk_workspace_bytes(int64_t queries, int32_t heads, int32_t k, int32_t whole, int32_t splits,
-                                                int32_t ctas, int32_t segment, int32_t fill_tiles) {
+                                                int32_t workers, int32_t segment, int32_t fill_tiles) {
   using namespace dsa::litetopk;
   if (heads != 32 && heads != 64) return DSA_INVALID_ARGUMENT;
   const int64_t rows = kColumns / heads, capacity = list_slots(heads, k, segment, fill_tiles);
-  return 256 + round_up(ctas * rows * capacity * 8) + round_up(static_cast<int64_t>(merged_rows(queries, heads, whole, splits)) * splits * k * 8);
+  return 256 + round_up(workers * rows * capacity * 8) + round_up(static_cast<int64_t>(merged_rows(queries, heads, whole, splits)) * splits * k * 8);
 }
 
 // q: e4m3 [queries, heads, 128], q_stride bytes between queries, the rest contiguous; k: e4m3 [keys, 128]; k_scale: fp32 [keys];
@@ -105,24 +105,24 @@ DSA_EXPORT int64_t dsa_litetopk_workspace_bytes(int64_t queries, int32_t heads, 
 // only the arguments decide, then -1 up to k. dense: null, or fp32 [queries, keys] that gets the scores of all columns in range instead (out is not written then).
 // q, k and k_scale are 16-byte aligned, q_stride is a multiple of 16. workspace: dsa_litetopk_workspace_bytes, 256-byte aligned.
 // The rest affects speed only. whole: blocks of 256 / heads queries whose ranges are not cut, the last queries first; splits: parts of
-// every other block's range; ctas: workers at most; segment: candidates per warp and row between two cuts, even, at least
+// every other block's range; workers: at most; segment: candidates per warp and row between two cuts, even, at least
 // 32 * check_tiles; check_tiles: tiles between two checks; fill_tiles: tiles stored whole. k is even and at most 64 * fill_tiles.
 DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_values, const float* k_scale, const float* weights,
                             int64_t weights_stride, const int32_t* ks, const int32_t* ke, int32_t* out, int64_t out_stride,
-                            float* dense, int64_t queries, int64_t keys, int32_t heads, int32_t k, int32_t whole, int32_t splits, int32_t ctas,
+                            float* dense, int64_t queries, int64_t keys, int32_t heads, int32_t k, int32_t whole, int32_t splits, int32_t workers,
                             int32_t segment, int32_t check_tiles, int32_t fill_tiles, void* workspace,
                             int64_t workspace_bytes, void* stream) {
   using namespace dsa::litetopk;
   if (queries == 0) return DSA_OK;
   if (queries < 0 || queries > INT32_MAX / 4096 || keys < 1 || keys > (1 << 30) || (heads != 32 && heads != 64) || splits < 1 || whole < 0 ||
-      ctas < 1 || k < 1 || k % 2 || check_tiles < 1 || check_tiles > 4096 || fill_tiles < 2 || fill_tiles > 1024 ||
+      workers < 1 || k < 1 || k % 2 || check_tiles < 1 || check_tiles > 4096 || fill_tiles < 2 || fill_tiles > 1024 ||
       k > fill_tiles * kTile || segment % 2 || segment < 32 * check_tiles || segment > (1 << 16))
     return DSA_INVALID_ARGUMENT;
   if (!q || !k_values || !k_scale || !weights || !ks || !ke || (!out && !dense) || !workspace) return DSA_INVALID_ARGUMENT;
   if (reinterpret_cast<uintptr_t>(q) % 16 || reinterpret_cast<uintptr_t>(k_values) % 16 || reinterpret_cast<uintptr_t>(k_scale) % 16 ||
       q_stride % 16 || reinterpret_cast<uintptr_t>(workspace) % 256)
     return DSA_INVALID_ARGUMENT;
-  if (workspace_bytes < dsa_litetopk_workspace_bytes(queries, heads, k, whole, splits, ctas, segment, fill_tiles)) return DSA_INVALID_ARGUMENT;
+  if (workspace_bytes < dsa_litetopk_workspace_bytes(queries, heads, k, whole, splits, workers, segment, fill_tiles)) return DSA_INVALID_ARGUMENT;
   const int rows = kColumns / heads;
   const int capacity = list_slots(heads, k, segment, fill_tiles);
   const int64_t blocks = (queries + rows - 1) / rows;
@@ -146,14 +146,14 @@ DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_value
   p.dense = dense;
   p.counter = reinterpret_cast<unsigned*>(bytes);
   p.lists = reinterpret_cast<uint64_t*>(bytes + 256);
-  p.parts = reinterpret_cast<uint64_t*>(bytes + 256 + round_up(static_cast<int64_t>(ctas) * rows * capacity * 8));
+  p.parts = reinterpret_cast<uint64_t*>(bytes + 256 + round_up(static_cast<int64_t>(workers) * rows * capacity * 8));
   p.queries = static_cast<int>(queries);
   p.keys = static_cast<int>(keys);
   p.k = dense ? 0 : k;
   p.whole = whole;
   p.splits = splits;
   p.items = static_cast<int>(items);
-  p.workers = min(ctas, p.items);
+  p.workers = min(workers, p.items);
   p.capacity = capacity;
   p.front = front_slots(k, fill_tiles);
   p.segment = segment;
@@ -162,6 +162,6 @@ DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_value
   p.check_tiles = check_tiles;
   p.fill_tiles = fill_tiles;
   const cudaStream_t s = static_cast<cudaStream_t>(stream);
-  if (dense) return heads == 64 ? launch<64, true>(k_map, scale_map, p, ctas, s) : launch<32, true>(k_map, scale_map, p, ctas, s);
-  return heads == 64 ? launch<64, false>(k_map, scale_map, p, ctas, s) : launch<32, false>(k_map, scale_map, p, ctas, s);
+  if (dense) return heads == 64 ? launch<64, true>(k_map, scale_map, p, workers, s) : launch<32, true>(k_map, scale_map, p, workers, s);
+  return heads == 64 ? launch<64, false>(k_map, scale_map, p, workers, s) : launch<32, false>(k_map, scale_map, p, workers, s);
 }

@@ -61,11 +61,12 @@ def assert_exact(
 
 def variant(queries: int, keys: int, heads: int, k: int, rng: random.Random) -> plan.Plan:
     """A plan that cuts ranges and lists at unusual places; the result must not depend on it."""
-    whole, splits, ctas = rng.choice((0, 0, 1, 5)), rng.choice((1, 1, 2, 3, 7)), rng.choice((1, 7, 264, 396))
+    whole, splits = rng.choice((0, 0, 1, 5)), rng.choice((1, 1, 2, 3, 7))
+    workers = rng.choice((1, 7, 264, 396))
     segment, check = rng.choice(((512, 16), (768, 16), (1024, 8), (1536, 16), (64, 2)))
     fill = rng.choice((32, 48, 64, 96))
-    size = plan.workspace_bytes(queries, heads, k, whole, splits, ctas, segment, fill)
-    return plan.Plan(whole, splits, ctas, segment, check, fill, size)
+    size = plan.workspace_bytes(queries, heads, k, whole, splits, workers, segment, fill)
+    return plan.Plan(whole, splits, workers, segment, check, fill, size)
 
 
 @pytest.mark.parametrize("heads", plan.HEADS)

@@ -139,7 +139,7 @@ def _run(
         top_k,
         plan.whole,
         plan.splits,
-        plan.ctas,
+        plan.workers,
         plan.segment,
         plan.check_tiles,
         plan.fill_tiles,

@@ -19,7 +19,7 @@ MAX_KEYS = 1 << 20
 
 _COLUMNS = 256  # query heads of one block
 _TILE = 64  # keys of one tile
-_CTAS_PER_MULTIPROCESSOR = {32: 2, 64: 3}  # workers, as csrc/dsa/litetopk_scan.cuh has them
+_WORKERS_PER_MULTIPROCESSOR = {32: 2, 64: 3}  # as csrc/dsa/litetopk_scan.cuh has them
 _WARPS = {32: 8, 64: 4}
 _SEGMENT = {32: 768, 64: 1536}  # candidates of one warp and query between two cuts, parted among its lanes
 _CHECK_TILES = 16
@@ -42,7 +42,7 @@ class Plan:
     Attributes:
         whole: blocks whose key range is not cut, counted in the order of work (the last queries first).
         splits: parts of every other block's key range.
-        ctas: workers at most, of which each multiprocessor has two (32 heads) or three (64).
+        workers: at most; each multiprocessor has two (32 heads) or three (64).
         segment: candidates that fit between two cuts per warp and query; each of 8 lanes has an eighth.
         check_tiles: tiles between two checks.
         fill_tiles: tiles that are kept whole before the first cut.
@@ -51,7 +51,7 @@ class Plan:
 
     whole: int
     splits: int
-    ctas: int
+    workers: int
     segment: int
     check_tiles: int
     fill_tiles: int
@@ -87,22 +87,22 @@ def plan(queries: int, keys: int, heads: int, k: int, multiprocessors: int) -> P
         sizes = f"{queries} queries, {keys} keys, {multiprocessors} multiprocessors"
         raise ValueError(f"litetopk: cannot plan: {reason or sizes}")
     rows = _COLUMNS // heads
-    ctas = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
+    workers = _WORKERS_PER_MULTIPROCESSOR[heads] * multiprocessors
     blocks = -(-queries // rows)
-    whole = blocks // ctas * ctas
+    whole = blocks // workers * workers
     splits = _parts(blocks - whole, keys, heads, multiprocessors)
     if splits == 1:
         whole = blocks
     segment, check, fill = _SEGMENT[heads], _CHECK_TILES, _FILL_TILES
-    workspace = workspace_bytes(queries, heads, k, whole, splits, ctas, segment, fill)
-    return Plan(whole, splits, ctas, segment, check, fill, workspace)
+    workspace = workspace_bytes(queries, heads, k, whole, splits, workers, segment, fill)
+    return Plan(whole, splits, workers, segment, check, fill, workspace)
 
 
 def _parts(blocks: int, keys: int, heads: int, multiprocessors: int) -> int:
     """Return into how many parts the ranges of the ``blocks`` that do not fill the card are best cut."""
     if blocks == 0:
         return 1
-    workers = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
+    workers = _WORKERS_PER_MULTIPROCESSOR[heads] * multiprocessors
     most = max(1, min(_MAX_PARTS, keys // _MIN_PART, 2 * workers // blocks))
     merges = -(-blocks * (_COLUMNS // heads) // (_MERGES_PER_MULTIPROCESSOR * multiprocessors))
 
@@ -116,22 +116,22 @@ def _parts(blocks: int, keys: int, heads: int, multiprocessors: int) -> int:
 
 
 def workspace_bytes(
-    queries: int, heads: int, k: int, whole: int, splits: int, ctas: int, segment: int, fill_tiles: int
+    queries: int, heads: int, k: int, whole: int, splits: int, workers: int, segment: int, fill_tiles: int
 ) -> int:
     """Return the workspace of one call in bytes; the same number as ``dsa_litetopk_workspace_bytes``."""
     rows = _COLUMNS // heads
     slots = k + fill_tiles * _TILE // 2 + _WARPS[heads] * segment
     blocks = -(-queries // rows)
     merged = min(queries, max(0, blocks - whole) * rows) if splits > 1 else 0
-    return 256 + _aligned(ctas * rows * slots * 8) + _aligned(merged * splits * k * 8)
+    return 256 + _aligned(workers * rows * slots * 8) + _aligned(merged * splits * k * 8)
 
 
 def most_workspace(heads: int, k: int, multiprocessors: int) -> int:
     """Return an upper bound of the workspace of any call with these heads and k, in bytes."""
     rows = _COLUMNS // heads
-    ctas = _CTAS_PER_MULTIPROCESSOR[heads] * multiprocessors
-    lists = workspace_bytes(1, heads, k, 1, 1, ctas, _SEGMENT[heads], _FILL_TILES)
-    return lists + _aligned(2 * ctas * rows * k * 8)  # _parts cuts into no more than 2 * ctas parts in all
+    workers = _WORKERS_PER_MULTIPROCESSOR[heads] * multiprocessors
+    lists = workspace_bytes(1, heads, k, 1, 1, workers, _SEGMENT[heads], _FILL_TILES)
+    return lists + _aligned(2 * workers * rows * k * 8)  # _parts cuts into 2 * workers parts at most
 
 
 def _aligned(size: int) -> int:
