@@ -79,7 +79,7 @@ __device__ __forceinline__ void load_ids(const UnionParams& p, int64_t group, in
   }
 }
 
-// The word of a position in the bitmap or among the ranks; bits of `position` from 18 on are ignored.
+// The word of a position in the bitmap or among the ranks; bits of `position` from 19 on are ignored.
 template <typename T>
 __device__ __forceinline__ T* word_of(T* words, uint32_t position) {
   return reinterpret_cast<T*>(reinterpret_cast<uint8_t*>(words) + (position >> 3 & (2 * kSegment<true> / 8 - 4)));
