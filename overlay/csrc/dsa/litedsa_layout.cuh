@@ -14,7 +14,6 @@ namespace litedsa {
 
 constexpr int kRows = 64;       // rows of the tile: queries of the group times heads
 constexpr int kKeys = 64;       // union entries of one step
-constexpr int kBlockDims = 64;  // bf16 elements in one 128-byte row of a block
 constexpr int kBlockBytes = 64 * 128;
 constexpr int kValueDims = 512;
 constexpr int kMaxGroup = 8;

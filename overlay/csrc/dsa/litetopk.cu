@@ -2,9 +2,9 @@
 //
 //   score[i, j] = k_scale[j] * sum_h weights[i, h] * max(0, q[i, h, :] . k[j, :])        for ks[i] <= j < ke[i]
 //
-// A worker, one of two or three in a CTA, takes a block of kRows queries (kRows * heads = 256) and streams the keys of their ranges, 64 at a time, through shared
-// memory (tensor-map copies into a ring per warpgroup). The keys are wgmma's M side and the 256 (query, head) pairs its N side, in an
-// order that gives each thread all heads of its queries, so that a head sum needs no shuffle.
+// A worker, one of two or three in a CTA, takes a block of kRows queries (kRows * heads = 256) and streams the keys of their ranges, 64 at
+// a time, through shared memory (tensor-map copies into a ring per warpgroup). The keys are wgmma's M side and the 256 (query, head) pairs
+// its N side, in an order that gives each thread all heads of its queries, so that a head sum needs no shuffle.
 //
 // Selection: all scores of the newest `fill_tiles` tiles are stored; the row's gate is a score that k of them reach. Of all later scores
 // only those that pass the gate are appended to the row's list; when a list could overflow before the next
@@ -99,14 +99,14 @@ DSA_EXPORT int64_t dsa_litetopk_workspace_bytes(int64_t queries, int32_t heads, 
   return 256 + round_up(workers * rows * capacity * 8) + round_up(static_cast<int64_t>(merged_rows(queries, heads, whole, splits)) * splits * k * 8);
 }
 
-// q: e4m3 [queries, heads, 128], q_stride bytes between queries, the rest contiguous; k: e4m3 [keys, 128]; k_scale: fp32 [keys];
-// weights: fp32 [queries, heads], weights_stride elements between queries; ks, ke: int32 [queries], columns [ks, ke) of a query;
-// out: int32, out_stride elements between queries: positions relative to ks of the min(k, ke - ks) best scores, in an order that
-// only the arguments decide, then -1 up to k. dense: null, or fp32 [queries, keys] that gets the scores of all columns in range instead (out is not written then).
-// q, k and k_scale are 16-byte aligned, q_stride is a multiple of 16. workspace: dsa_litetopk_workspace_bytes, 256-byte aligned.
-// The rest affects speed only. whole: blocks of 256 / heads queries whose ranges are not cut, the last queries first; splits: parts of
-// every other block's range; workers: at most; segment: candidates per warp and row between two cuts, even, at least
-// 32 * check_tiles; check_tiles: tiles between two checks; fill_tiles: tiles stored whole. k is even and at most 64 * fill_tiles.
+// q: e4m3 [queries, heads, 128], q_stride bytes between queries, the rest contiguous; k: e4m3 [keys, 128]; k_scale: fp32 [keys]; weights:
+// fp32 [queries, heads], weights_stride elements between queries; ks, ke: int32 [queries], columns [ks, ke) of a query; out: int32,
+// out_stride elements between queries: positions relative to ks of the min(k, ke - ks) best scores, in an order that only the arguments
+// decide, then -1 up to k. dense: null, or fp32 [queries, keys] that gets the scores of all columns in range instead (out is not written
+// then). q, k and k_scale are 16-byte aligned, q_stride is a multiple of 16. workspace: dsa_litetopk_workspace_bytes, 256-byte aligned. The
+// rest affects speed only. whole: blocks of 256 / heads queries whose ranges are not cut, the last queries first; splits: parts of every
+// other block's range; workers: at most; segment: candidates per warp and row between two cuts, even, at least 32 * check_tiles;
+// check_tiles: tiles between two checks; fill_tiles: tiles stored whole. k is even and at most 64 * fill_tiles.
 DSA_EXPORT int dsa_litetopk(const void* q, int64_t q_stride, const void* k_values, const float* k_scale, const float* weights,
                             int64_t weights_stride, const int32_t* ks, const int32_t* ke, int32_t* out, int64_t out_stride,
                             float* dense, int64_t queries, int64_t keys, int32_t heads, int32_t k, int32_t whole, int32_t splits, int32_t workers,

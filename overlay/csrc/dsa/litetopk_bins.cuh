@@ -1,6 +1,7 @@
-// The fast way of cutting a list to its best keys, by one warp or one block, in two or three readings: bins of a score's distance from an origin near the
-// boundary, fine around an expected distance. Any monotone choice of bins gives the exact result: all keys above the boundary's bin are
-// taken, and those in it are ranked. If that bin holds too many keys, another choice is tried, and then litetopk_select.cuh's way.
+// The fast way of cutting a list to its best keys, by one warp or one block, in two or three readings: bins of a score's distance from an
+// origin near the boundary, fine around an expected distance. Any monotone choice of bins gives the exact result: all keys above the
+// boundary's bin are taken, and those in it are ranked. If that bin holds too many keys, another choice is tried, and then
+// litetopk_select.cuh's way.
 #pragma once
 
 #include "litetopk_select.cuh"

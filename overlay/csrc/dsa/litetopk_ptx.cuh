@@ -37,12 +37,9 @@ __device__ __forceinline__ void barrier_wait(uint64_t* bar, uint32_t parity) {
   } while (!done);
 }
 
-// Named barrier `id` of `threads` threads: waits for all of them, or only counts this thread in.
+// Named barrier `id` of `threads` threads: waits for all of them.
 __device__ __forceinline__ void named_sync(int id, int threads) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_arrive(int id, int threads) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // named_sync that tells whether any of the threads said so.

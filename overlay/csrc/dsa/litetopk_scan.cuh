@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "common.cuh"
 #include "litetopk_bins.cuh"
 #include "litetopk_ptx.cuh"
@@ -37,11 +39,6 @@ struct Config {
   static constexpr int kRows = kColumns / kHeads;  // queries per block
   static constexpr int kWarps = 4 * kGroups;
   static constexpr int kThreads = 32 * kWarps;  // of a worker
-};
-
-template <bool kValue>
-struct Flag {
-  static constexpr bool value = kValue;
 };
 
 struct Params {
@@ -400,9 +397,9 @@ __device__ __forceinline__ void scan(const Params& p, const CUtensorMap* k_map, 
         }
       };
       if (!kDense && plain)
-        run(Flag<true>());
+        run(std::bool_constant<true>());
       else
-        run(Flag<false>());
+        run(std::bool_constant<false>());
       __syncwarp();
       i = stop;
       const bool finished = i == tiles;

@@ -97,10 +97,10 @@ struct Array {
   }
 };
 
-// A row's list: `kept` keys at its head or, with `fresh`, so many scores (a multiple of 4; NaN: no key) of the positions from `first` on, as
-// they came; and `kSegments` segments of `stride` slots, each of which holds kLists lists, slot j of list i at j * kLists + i, with
-// counts[segment * kLists + i] keys. One warp. Rows of 8 lanes read one segment each, so that short segments do not leave lanes idle. All parts go through one call of f: the registers and the size of this
-// code cost the scan's loop.
+// A row's list: `kept` keys at its head or, with `fresh`, so many scores (a multiple of 4; NaN: no key) of the positions from `first` on,
+// as they came; and `kSegments` segments of `stride` slots, each of which holds kLists lists, slot j of list i at j * kLists + i, with
+// counts[segment * kLists + i] keys. One warp. Rows of 8 lanes read one segment each, so that short segments do not leave lanes idle. All
+// parts go through one call of f: the registers and the size of this code cost the scan's loop.
 constexpr int kLists = 8;  // lanes of a warp that have scores of one row
 
 template <int kSegments>
@@ -311,8 +311,9 @@ __device__ __forceinline__ int start_of_warp(int mine, Scratch* scratch, int thr
   return start;
 }
 
-// Calls emit(taken, key, slot) for keys, once for each of the taken ones, with slots 0 .. taken-1 in an order that only the input decides. Returns a bound:
-// exactly the taken keys' ranks are >= it. A warp may emit into the array that it reads: slots never pass what has been read of the head.
+// Calls emit(taken, key, slot) for keys, once for each of the taken ones, with slots 0 .. taken-1 in an order that only the input decides.
+// Returns a bound: exactly the taken keys' ranks are >= it. A warp may emit into the array that it reads: slots never pass what has been
+// read of the head.
 template <int kThreads, typename Source, typename Emit>
 __device__ uint64_t take_largest(const Source& source, const Boundary& boundary, int* hist, Scratch* scratch, int thread,
                                  Emit emit) {
