@@ -61,13 +61,21 @@ def stored(table: ModuleType, metric: str, mode: str, heads: int, index: int) ->
     return {point: found[point] for point in (f"B={batch} ctx={context}" for batch, context in POINTS)}
 
 
+def points_where_auto_is_as_good(
+    table: ModuleType, heads: int, index: int, weights: str
+) -> tuple[dict[int, Any], float]:
+    """Of line 0.33.0 on the H200, with the noise; fails where a fixed mode is better than auto beyond it."""
+    points = table.read(table.RESULTS)["0.33.0", "h200", heads, index, "FULL", weights]
+    worst, noise = table.auto_gap(points)
+    assert worst >= 1 - noise and noise < 0.02
+    return points, noise
+
+
 @pytest.mark.parametrize(("heads", "index"), SHAPES)
 def test_stored_rows_show_full_faster_with_fp8_weights_and_auto_as_good(
     table: ModuleType, heads: int, index: int
 ) -> None:
-    points = table.read(table.RESULTS)["0.33.0", "h200", heads, index, "FULL", "fp8"]
-    worst, noise = table.auto_gap(points)
-    assert worst >= 1 - noise and noise < 0.02
+    points, noise = points_where_auto_is_as_good(table, heads, index, "fp8")
     full = {
         (batch, context): ratio
         for batch, point in points.items()
@@ -80,9 +88,7 @@ def test_stored_rows_show_full_faster_with_fp8_weights_and_auto_as_good(
 def test_stored_rows_show_full_faster_at_every_point_and_auto_as_good(
     table: ModuleType, heads: int, index: int
 ) -> None:
-    points = table.read(table.RESULTS)["0.33.0", "h200", heads, index, "FULL", ""]
-    worst, noise = table.auto_gap(points)
-    assert worst >= 1 - noise and noise < 0.02
+    _, noise = points_where_auto_is_as_good(table, heads, index, "")
     full = stored(table, "graph", "full", heads, index)
     assert min(row["ratio"] for row in full.values()) > 1 + noise
     blocks = stored(table, "attention block", "full", heads, index)

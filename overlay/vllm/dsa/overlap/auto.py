@@ -195,7 +195,20 @@ def knows(config: Any, line: str, card: str) -> bool:
     if getattr(text, "model_type", "") not in MODEL_TYPES:
         return False
     heads = text.num_attention_heads // config.parallel_config.tensor_parallel_size
-    return find(line, card, heads, text.index_n_heads, graph_kind(config), weights_kind(config)) is not None
+    return entry_for(config, line, card, heads, text.index_n_heads) is not None
+
+
+def entry_for(config: Any, line: str, card: str, heads: int, index_heads: int) -> Entry | None:
+    """The stored measurement for layers of an engine, or None.
+
+    Args:
+        config: a VllmConfig.
+        line: release line.
+        card: see `card_slug`.
+        heads: attention heads of one rank.
+        index_heads: heads of the indexer.
+    """
+    return find(line, card, heads, index_heads, graph_kind(config), weights_kind(config))
 
 
 def no_measurement(card: str) -> str:

@@ -50,12 +50,12 @@ def make_overlap(layer: Any, config: Any) -> LayerOverlap | None:
 
 
 def _measured(layer: Any, config: Any) -> bool:
-    return auto.unmeasured(config) is None and _entry(layer, config, auto.graph_kind(config)) is not None
+    return auto.unmeasured(config) is None and _entry(layer, config) is not None
 
 
-def _entry(layer: Any, config: Any, graph: str) -> auto.Entry | None:
-    line, card, weights = provenance.read().line, feature.card_here(), auto.weights_kind(config)
-    return auto.find(line, card, layer.num_local_heads, layer.indexer.n_head, graph, weights)
+def _entry(layer: Any, config: Any) -> auto.Entry | None:
+    line, card = provenance.read().line, feature.card_here()
+    return auto.entry_for(config, line, card, layer.num_local_heads, layer.indexer.n_head)
 
 
 class LayerOverlap:
@@ -273,7 +273,7 @@ class LayerOverlap:
     def _auto(self, tokens: int) -> Mode:
         graph = auto.graph_kind(self.config)  # asked again: an attention backend may have turned graphs off
         if graph not in self._entries:
-            self._entries[graph] = _entry(self.layer, self.config, graph)
+            self._entries[graph] = _entry(self.layer, self.config)
         entry = self._entries[graph]
         return Mode.OFF if entry is None else entry.mode(tokens)
 

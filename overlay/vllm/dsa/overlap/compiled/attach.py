@@ -103,15 +103,10 @@ def _remember(config: VllmConfig, traced: str) -> None:
 
 def measured(wrapper: Any, config: VllmConfig) -> auto.Entry | None:
     """Return what ``auto`` knows about this layer's shape on this card, or None."""
-    from vllm.config import CUDAGraphMode
-
-    full = config.compilation_config.cudagraph_mode.decode_mode() == CUDAGraphMode.FULL
-    line = provenance.read().line
     if auto.unmeasured(config) is not None:
         return None
-    heads, index_heads = wrapper.num_heads, getattr(wrapper.indexer, "n_head", 0)
-    graph, weights = "FULL" if full else "NONE", auto.weights_kind(config)
-    return auto.find(line, card_here(), heads, index_heads, graph, weights)
+    line, index_heads = provenance.read().line, getattr(wrapper.indexer, "n_head", 0)
+    return auto.entry_for(config, line, card_here(), wrapper.num_heads, index_heads)
 
 
 def limited(entry: auto.Entry, most: int) -> Callable[[int], Mode]:
