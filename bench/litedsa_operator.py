@@ -311,13 +311,14 @@ def main() -> None:
     parser.add_argument("--kv", default="bf16", choices=("bf16", "fp8"))
     parser.add_argument("--runs", type=int, default=9)
     parser.add_argument("--limit", type=float, default=400.0, help="start no shape after so many seconds")
+    parser.add_argument("--commit", default="", help="instead of what git says")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     begun = time.monotonic()
     wrong = [selfcheck.check("cuda", heads, 300, args.kv == "fp8") for heads in plan.HEADS]
     if any(wrong):
         raise SystemExit("the self-check failed, nothing is timed: " + "; ".join(filter(None, wrong)))
-    args.about, args.ceilings = run_info.facts(), ceilings()
+    args.about, args.ceilings = run_info.facts(args.commit), ceilings()
     print(f"this card: copy {args.ceilings[0]:.2f} TB/s, BF16 {args.ceilings[1]:.0f} TFLOP/s", flush=True)
     out = args.out or ROOT / f"bench/results/litedsa/{args.line}-h200.json"
     if args.set == "ceiling":

@@ -23,19 +23,15 @@ import results_file
 import run_info
 
 ROOT = Path(__file__).resolve().parents[1]
+#: Arguments of nvcc.
+HOPPER = ("-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a")
+NVCC = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
 
 
 def build(nvcc: str, target: Path) -> None:
     """Compile the program for Hopper."""
-    command = [nvcc, "-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a"]
-    command += [
-        "-I",
-        str(ROOT / "overlay/csrc/dsa"),
-        "-o",
-        str(target),
-        str(ROOT / "bench/litetopk_pipes.cu"),
-    ]
-    subprocess.run(command, check=True)
+    source, headers = ROOT / "bench/litetopk_pipes.cu", ROOT / "overlay/csrc/dsa"
+    subprocess.run([nvcc, *HOPPER, "-I", str(headers), "-o", str(target), str(source)], check=True)
 
 
 def parse(text: str) -> dict[str, tuple[float, float]]:
@@ -70,7 +66,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--line", required=True)
-    parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    parser.add_argument("--nvcc", default=NVCC)
     parser.add_argument("--commit", default="", help="instead of what git says")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

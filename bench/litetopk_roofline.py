@@ -12,7 +12,6 @@ litetopk_pipes.py: left alone in this kernel, the compiler drops or serialises t
 from __future__ import annotations
 
 import argparse
-import shutil
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import litetopk_operator
+import litetopk_pipes
 import results_file
 import run_info
 
@@ -36,7 +36,7 @@ SHAPES = [(heads, 8192, keys) for keys in (1 << 17, 1 << 19) for heads in (64, 3
 def build(nvcc: str, probe: int, folder: Path) -> Path:
     """Compile one variant for Hopper."""
     target = folder / f"probe{probe}.so"
-    command = [nvcc, "-std=c++17", "-O3", "-gencode", "arch=compute_90a,code=sm_90a", f"-DLT_PROBE={probe}"]
+    command = [nvcc, *litetopk_pipes.HOPPER, f"-DLT_PROBE={probe}"]
     command += ["-Xcompiler=-fPIC,-fvisibility=hidden", "-shared", "-o", str(target), "litetopk.cu", "abi.cu"]
     subprocess.run(command, cwd=SOURCES, check=True)
     return target
@@ -70,7 +70,7 @@ def main() -> None:
     )
     parser.add_argument("--line", required=True)
     parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--nvcc", default=shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    parser.add_argument("--nvcc", default=litetopk_pipes.NVCC)
     parser.add_argument("--commit", default="", help="instead of what git says")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import faulthandler
 import json
 import os
@@ -28,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 import results_file
+import run_info
 from decode_rows import agreement
 
 #: Names of the passes of --in-process; the last one is off once more, to see whether off agrees with itself.
@@ -259,7 +259,7 @@ def main(argv: list[str] | None = None) -> int:
         if control.is_file():
             again = json.loads(control.read_text())
             rows = compare(off, ours, again) + compare(off, again)
-        about = {"commit": args.commit, "torch": ours["torch"], "date": datetime.date.today().isoformat()}
+        about = run_info.facts(args.commit, ours["torch"])
         rows = [row | about for row in rows]
         for row in rows:
             print(json.dumps(row))

@@ -12,6 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+import run_info
+
 ROOT = Path(__file__).resolve().parents[2]
 SUITES = Path(__file__).with_name("suites.toml")
 TESTS = "overlay/tests/dsa"
@@ -143,13 +146,6 @@ def look(python: str = sys.executable) -> Machine:
         raise SuiteError(f"torch {said['torch']} of {python} sees no CUDA device\n  fix: {fix}")
     if "vllm_error" in said:
         raise SuiteError(f"{python} has no patched vLLM ({said['vllm_error']})\n  fix: {wheel}")
-    smi = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        driver = (
-            subprocess.run(smi, capture_output=True, text=True, check=False).stdout.split("\n")[0].strip()
-        )
-    except OSError:
-        driver = ""
     first = said["cards"][0]
     return Machine(
         first["name"],
@@ -159,7 +155,7 @@ def look(python: str = sys.executable) -> Machine:
         said["version"],
         said["kernels"],
         said["torch"],
-        driver or "unknown",
+        run_info.driver(),
         bool(said.get("deepgemm")),
     )
 
