@@ -12,8 +12,8 @@
 namespace dsa {
 namespace litedsa {
 
-constexpr int kRows = 64;       // rows of the tile: queries of the group times heads
-constexpr int kKeys = 64;       // union entries of one step
+constexpr int kRows = 64;  // rows of the tile: queries of the group times heads
+constexpr int kKeys = 64;  // union entries of one step
 constexpr int kBlockBytes = 64 * 128;
 constexpr int kValueDims = 512;
 constexpr int kMaxGroup = 8;
